@@ -25,12 +25,13 @@ RUN set -eu; \
     # Of the Kubernetes client only the HTTP layer is used (agent/cluster/lean.py); its models are 30 MB.
     rm -rf bin kubernetes_asyncio/client/models kubernetes_asyncio/client/api
 COPY agent /image/opt/gpu-node-agent/agent
+COPY .ci/clib /image/opt/gpu-node-agent/.ci/clib
 COPY --from=toolkit /usr/libexec/gpu-node-agent /image/usr/libexec/gpu-node-agent
 # The library that vGPU containers preload, in C; the compiler and NVIDIA's headers, pinned by hash, stay in this stage.
 RUN set -eu; cd /image/opt/gpu-node-agent; mkdir lib; \
     if [ -e /wheels/libgna-limits.so ]; then cp /wheels/libgna-limits.so lib/; \
-    else python3 -m agent.isolation.clib.build_library lib; fi; \
-    rm -rf agent/isolation/clib
+    else PYTHONPATH=.ci python3 -m clib.build_library lib; fi; \
+    rm -rf agent/vgpu/clib .ci
 COPY .ci/slim-root .ci/finish-image /build/
 # Byte code is made here, by the interpreter that will run it: the root file system is read-only later.
 RUN mv /build/finish-image /image/opt/gpu-node-agent/ && python3 /build/slim-root /image

@@ -46,8 +46,8 @@ def changed_files() -> frozenset[str] | None:
 
 
 def importers() -> Importers:
-    """Modules of agent and tests that import a module directly."""
-    graph = grimp.build_graph("agent", "tests", cache_dir=None)
+    """Modules of agent, tests and clib that import a module directly."""
+    graph = grimp.build_graph("agent", "clib", "tests", cache_dir=None)
     known = graph.modules
 
     def of(module: str) -> Iterable[str]:
@@ -57,7 +57,7 @@ def importers() -> Importers:
 
 
 def _module(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return file.removeprefix(".ci/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _room(module: str) -> str | None:

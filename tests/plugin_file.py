@@ -16,6 +16,7 @@ MODULES = (
     "text",
     "commands",
     "page",
+    "completion",
     "main",
 )  # each before those that import it
 HEAD = """\

@@ -11,19 +11,19 @@ import structlog
 from agent.app import degradations
 from agent.app.agent import Agent
 from agent.app.build_cdi import build_cdi, start_cdi
-from agent.app.build_cluster import build_pod_ports, follow_cluster, follow_node_software, reach_cluster
-from agent.app.build_modes import build_modes
+from agent.app.build_cluster import build_pod_ports, follow_cluster, follow_node_software
 from agent.app.build_status import start_commands
 from agent.app.build_switching import build_request, build_switching, start_switching
 from agent.app.build_telemetry import build_telemetry
-from agent.app.mode_parts import ModeContext
 from agent.app.parts import Core, Tasks
+from agent.app.wings import WINGS
+from agent.cluster.reach import reach_cluster
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
 from agent.model.growth import Growth
 from agent.model.modes import Assignment
-from agent.plugins.context import PluginContext
+from agent.modes.wing import Node
 from agent.telemetry.health_metrics import health_collector
 
 log = structlog.get_logger()
@@ -69,31 +69,43 @@ async def build(
     assignment: Cell[Assignment] = Cell(Assignment())
     grown: Cell[Mapping[str, Growth]] = Cell({})
     pods, recorder = build_pod_ports(settings, cluster, tasks)
-    plugins = PluginContext(
-        settings,
-        snapshot,
-        assignment,
-        core.holdings,
-        injector,
-        pods,
-        recorder,
-        cluster.node.name if cluster else "",
+    node = Node(
+        settings=settings,
+        name=cluster.node.name if cluster else "",
+        snapshot=snapshot,
+        assignment=assignment,
+        desired=request.source,
+        holdings=core.holdings,
+        injector=injector,
+        pods=pods,
+        recorder=recorder,
+        cluster=cluster,
+        uses=uses,
+        nvml=core.nvml,
+        calls=core.calls,
+        supervisor=core.supervisor,
+        grown=grown,
     )
-    modes = await build_modes(ModeContext(core, tasks, cluster, plugins, request.source, uses, grown))
+    wings = {each.mode: await each.build(node) for each in WINGS}
+    for wing in wings.values():
+        core.collectors.append(wing.metrics)
+        core.readiness.degradations.append(wing.remarks)
+        for task in wing.tasks():
+            tasks.start(task.name, task.run)
     switching = await build_switching(
-        core, tasks, cluster, monitor, request, modes, assignment, grown, sources.sampler
+        core, tasks, cluster, monitor, request, wings, assignment, grown, sources.sampler
     )
 
     async def serve() -> None:
         await start_switching(switching, core, tasks, request, grown)
         start_commands(
-            core, tasks, monitor, injector, modes, switching.cordons, switching.unexplained, sources
+            core, tasks, monitor, injector, wings, switching.cordons, switching.unexplained, sources
         )
         log.info("agent_started", http_port=core.http.port)
 
     agent = Agent(
         core,
-        modes,
+        wings,
         request.source,
         switching.switcher,
         switching.unexplained,

@@ -10,13 +10,13 @@ import structlog
 
 from agent.app.degradations import specification
 from agent.app.parts import Core, Tasks
-from agent.cdi import hook as programs
-from agent.plugins.inject import Injector
+from agent.injection import hook as programs
+from agent.injection.inject import Injector
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Series
 
 if TYPE_CHECKING:
-    from agent.cdi.keeper import SpecificationKeeper
+    from agent.injection.keeper import SpecificationKeeper
 
 log = structlog.get_logger()
 
@@ -34,8 +34,8 @@ async def build_cdi(core: Core) -> "tuple[Injector, SpecificationKeeper | None]"
         log.info("no_cdi_generator", folder=str(folder), reason="nvidia-ctk or nvidia-cdi-hook is missing")
         return Injector(settings), None
     # Half a MiB that agents without the programs need not hold.
-    from agent.cdi import toolkit  # noqa: PLC0415
-    from agent.cdi.keeper import SpecificationKeeper  # noqa: PLC0415
+    from agent.injection import toolkit  # noqa: PLC0415
+    from agent.injection.keeper import SpecificationKeeper  # noqa: PLC0415
 
     root = configured.driver_root or settings.driver.root
     places = toolkit.Places(

@@ -1,47 +1,19 @@
 """Builds the rooms of the Kubernetes API, where there is a way to it, and starts their tasks."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
-import structlog
 
 from agent.app.degradations import api_server
-from agent.app.parts import ClusterAccess, Core, Tasks
-from agent.kit.supervise import FatalError
+from agent.app.parts import Core, Tasks
+from agent.cluster.reach import ClusterAccess
+from agent.injection.inject import Injector, NodeSoftware
 from agent.pairing.pod_access import PodSource, Recorder
-from agent.plugins.inject import Injector, NodeSoftware
 from agent.settings import Settings
 from agent.status.node_events import node_events
 
 if TYPE_CHECKING:
     from agent.cluster.node import NodeObject
-
-log = structlog.get_logger()
-
-
-async def reach_cluster(settings: Settings) -> ClusterAccess | None:
-    """Build the rooms of the Kubernetes API where there is a way to it; makes no call. Raises FatalError."""
-    configured = settings.cluster
-    if configured.access == "off":
-        return None
-    # Importing the client takes a tenth of a second and 5 MiB: only where it is used.
-    from agent.cluster.api import connect  # noqa: PLC0415
-    from agent.cluster.event_recorder import EventRecorder  # noqa: PLC0415
-    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
-    from agent.cluster.node import NodeObject  # noqa: PLC0415
-    from agent.cluster.pods import PodCache  # noqa: PLC0415
-
-    try:
-        api = await connect(Path(configured.kubeconfig) if configured.kubeconfig else None)
-    except NoClusterAccess as error:
-        if configured.access == "required":
-            raise FatalError(f"cluster.access is required, but {error}") from error
-        log.info("no_cluster_access", reason=str(error))
-        return None
-    name = configured.own_node
-    node = NodeObject(api, name)
-    return ClusterAccess(api, node, PodCache(api, name, lambda: node.uid), EventRecorder(api, name))
 
 
 def follow_cluster(cluster: ClusterAccess, core: Core, tasks: Tasks) -> None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import anyio
 
 from agent.app.degradations import Writer
-from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
+from agent.cluster.reach import ClusterAccess
+from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.growth import Growth
 from agent.model.modes import Assignment

@@ -11,14 +11,13 @@ import anyio
 
 from agent.app import degradations
 from agent.app.build_node import NodeParts, build_node, start_node
-from agent.app.mode_parts import ModeParts
-from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
+from agent.cluster.reach import ClusterAccess
+from agent.holdings.owners import Owners, pods_of_processes
 from agent.inventory.gpu_monitor import GpuMonitor
-from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.owners import Owners, pods_of_processes
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.growth import Growth
 from agent.model.modes import OFFERED_MODES, Assignment, Mode
@@ -32,6 +31,7 @@ from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.modes.unexplained import Unexplained
+from agent.modes.wing import Wing
 from agent.node import inventory_annotation
 from agent.node.driver_upgrade import DriverUpgrade
 from agent.nvml.nvml_errors import NvmlError, NvmlHung
@@ -76,7 +76,7 @@ async def build_switching(
     cluster: ClusterAccess | None,
     monitor: GpuMonitor,
     request: Request,
-    modes: Mapping[Mode, ModeParts],
+    wings: Mapping[Mode, Wing],
     assignment: Cell[Assignment],
     grown: Cell[Mapping[str, Growth]],
     sampler: Sampler,
@@ -92,7 +92,7 @@ async def build_switching(
         return Endpoint(plugin, root, settings.device_plugins_folder, record.allocated, lambda: record.began)
 
     resources = ResourceSet(
-        {mode: parts.plugins for mode, parts in modes.items()},
+        {mode: wing.plugins() for mode, wing in wings.items()},
         readiness.endpoints,
         endpoint_of,
         core.supervisor,
@@ -110,9 +110,6 @@ async def build_switching(
     unexplained = _unexplained(core, sampler, lingering)
     tasks.start("processes of others", unexplained.run)
 
-    def gate(state: GpuState, mode: Mode) -> str | None:
-        return modes[mode].refusal(state)
-
     switcher = ModeSwitcher(
         snapshot,
         request.source.cell,
@@ -121,8 +118,7 @@ async def build_switching(
         resources,
         state=readiness.switch,
         announcer=node.withdrawals if node else None,
-        backends={mode: parts.backend for mode, parts in modes.items() if parts.backend},
-        gate=gate,
+        wings=wings,
         when_busy=settings.when_busy,
         standing=request.source.catalog.remembered(request.remembered),
         cordons=in_force,

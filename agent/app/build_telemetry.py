@@ -10,10 +10,11 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
-from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.app.parts import Core, Tasks
+from agent.cluster.reach import ClusterAccess
+from agent.holdings.owners import Owners
 from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError
-from agent.kubelet.owners import Owners
 from agent.nvml.worker_thread import WorkerThread
 from agent.telemetry.attribution import KnownPod
 from agent.telemetry.container_use import ContainerWatch, Uses

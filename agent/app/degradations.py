@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from agent.app.parts import ClusterAccess
-from agent.cdi.specification import Devices
+from agent.cluster.reach import ClusterAccess
+from agent.injection.specification import Devices
 from agent.modes.cordon_book import CordonBook
 from agent.modes.mode_metrics import Patching
 from agent.modes.switch_state import Phase, SwitchState

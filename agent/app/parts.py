@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVarTuple
 
 from agent.app.readiness import Readiness
+from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.actor import Inventory
 from agent.kit.supervise import Supervisor
-from agent.kubelet.holdings import HoldingsWatch
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings
@@ -17,10 +17,6 @@ from agent.web.server import HttpServer
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-    from agent.cluster.api import KubeApi
-    from agent.cluster.event_recorder import EventRecorder
-    from agent.cluster.node import NodeObject
-    from agent.cluster.pods import PodCache
 
 Ts = TypeVarTuple("Ts")
 
@@ -50,11 +46,3 @@ class Tasks:
     def start(self, name: str, task: Callable[[*Ts], Awaitable[None]], *arguments: *Ts) -> None:
         """Run `task(*arguments)` for ever, as `name` in logs, probes and metrics."""
         self.group.start_soon(self.supervisor.restarting, name, task, *arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterAccess:
-    api: "KubeApi"
-    node: "NodeObject"
-    pods: "PodCache"
-    events: "EventRecorder"

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.holdings import HoldingsWatch
 from agent.modes.switch_state import STARTING, Phase, SwitchState
 
 

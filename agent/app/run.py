@@ -14,13 +14,14 @@ from anyio.abc import TaskStatus
 from agent import __version__
 from agent.app.agent import Agent
 from agent.app.build import NVML_SECONDS, build
-from agent.app.parts import ClusterAccess, Core, Tasks
+from agent.app.parts import Core, Tasks
 from agent.app.readiness import Readiness
+from agent.cluster.reach import ClusterAccess
+from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.actor import Inventory
 from agent.inventory.health_rules import rules_from
 from agent.kit.lock import Taken, exclusive
 from agent.kit.supervise import FatalError, Supervisor
-from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodResources
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread

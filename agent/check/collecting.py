@@ -7,7 +7,7 @@ import anyio
 import msgspec
 
 from agent.check.look import GOOD, NOT_SEEN, WRONG
-from agent.check.pod_objects import Pod, PodList, State, reasons_of
+from agent.check.pod_objects import ContainerEnd, ShownPod, ShownPods, reasons_of
 from agent.cluster.api import ApiUnavailable, KubeApi
 
 Say = Callable[[str], None]
@@ -33,7 +33,7 @@ class _DaemonSet(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class Round:
     wanted: int | None  # nodes that are to have one; None: not known yet
-    ended: Mapping[str, State]  # by node
+    ended: Mapping[str, ContainerEnd]  # by node
     waiting: Mapping[str, str]  # by node or pod: the reasons
 
     @property
@@ -78,8 +78,8 @@ async def _look(api: KubeApi, namespace: str, daemonset: str) -> Round:
     path = f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{daemonset}"
     owner = msgspec.json.decode(await api.get(path), type=_DaemonSet)
     query = {"labelSelector": "app.kubernetes.io/component=preflight"}
-    pods = msgspec.json.decode(await api.get(f"/api/v1/namespaces/{namespace}/pods", query), type=PodList)
-    ended: dict[str, State] = {}
+    pods = msgspec.json.decode(await api.get(f"/api/v1/namespaces/{namespace}/pods", query), type=ShownPods)
+    ended: dict[str, ContainerEnd] = {}
     waiting: dict[str, str] = {}
     for pod in pods.items:
         # A DaemonSet of the same name before this one may still have pods.
@@ -93,7 +93,7 @@ async def _look(api: KubeApi, namespace: str, daemonset: str) -> Round:
     return Round(owner.status.desired_number_scheduled if seen else None, ended, waiting)
 
 
-def _ended(pod: Pod) -> State | None:
+def _ended(pod: ShownPod) -> ContainerEnd | None:
     """How the container ended; pods of a DaemonSet start theirs again and again."""
     for container in pod.status.container_statuses:
         return container.state.terminated or container.last_state.terminated

@@ -1,4 +1,4 @@
-"""The rules of the platform's cf-crl ConfigMaps, one message for each fault.
+"""The platform's cf-crl ConfigMaps from files or a cluster, and their rules: one message for each fault.
 
 Two kinds: definitions of resources that users may ask for, one object a resource (`cf-crl-<group>-<key>`),
 and device labels that a node may be given (`cf-crl-<name>-config`). Both live in kube-public. Objects of
@@ -7,9 +7,17 @@ other vendors' devices follow the same rules. Source: the platform's public docu
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import anyio
+import msgspec
+import yaml
+
+from agent.cluster.api import ApiError, connect
+from agent.cluster.lean import NoClusterAccess
 
 NAMESPACE = "kube-public"
 PREFIX = "cf-crl-"
@@ -17,42 +25,18 @@ CONFIG_SUFFIX = "-config"
 CONFIG_LABEL = "device-plugin.cpaas.io/config"
 DOMAINS = ("features.cpaas.io", "features.alauda.io")  # the current generation first
 KIND = "CustomResourceLimitation"
-
-REQUIRED = (
-    "key",
-    "dataType",
-    "defaultValue",
-    "descriptionEn",
-    "descriptionZh",
-    "group",
-    "limits",
-    "requests",
-)
-OPTIONAL = (
-    "labelEn",
-    "labelZh",
-    "groupI18n",
-    "resourceUnit",
-    "relatedResources",
-    "excludeResources",
-    "runtimeClassName",
-    "ignoreNodeCheck",
-)
-WORDS = {
-    "dataType": ("integer",),
-    "limits": ("disabled", "required", "optional"),
-    "requests": ("disabled", "required", "fromLimits"),
-    "ignoreNodeCheck": ("true", "false"),
-}
-CONFIG_KEYS = ("deviceName", "nodeLabelKey", "nodeLabelValue")
+SUFFIXES = (".yaml", ".yml", ".json")
 
 _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _DOMAIN = rf"{_DNS_LABEL}(\.{_DNS_LABEL})*"
 _NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _RESOURCE = re.compile(rf"{_DOMAIN}/{_NAME}")
 _LABEL_KEY = re.compile(rf"({_DOMAIN}/)?{_NAME}")
-_LABEL_VALUE = re.compile(rf"({_NAME})?")
+_LABEL_VALUE = re.compile(_NAME)
 _OBJECT_NAME = re.compile(_DOMAIN)
+
+
+Rule = Callable[[str], str | None]  # the fault of a text, as the rest of a sentence; None: it is good
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,34 +101,24 @@ def _common_faults(found: Found) -> Iterator[str]:
 
 def _resource_faults(found: Found) -> Iterator[str]:
     yield from _label_faults(found)
+    yield from _data_faults(found, RESOURCE, RESOURCE_MAY)
     data = {key: value for key, value in found.data.items() if isinstance(value, str)}
-    yield from _key_faults(found, data)
-    if "key" in data and (fault := _resource_fault(data["key"])):
-        yield f"data.key {fault}"
-    if "defaultValue" in data and not re.fullmatch(r"[0-9]+", data["defaultValue"]):
-        yield f"data.defaultValue must be a whole number, not {_shown(data['defaultValue'])}"
     group = data.get("group")
-    if group == "":
-        yield "data.group must not be empty"
-    elif group and found.name.startswith(PREFIX) and not f"{found.name}-".startswith(f"{PREFIX}{group}-"):
+    if group and found.name.startswith(PREFIX) and not f"{found.name}-".startswith(f"{PREFIX}{group}-"):
         yield f"metadata.name must be {PREFIX}{group}-<key>, since data.group is {group}"
-    if "groupI18n" in data and (fault := _translation_fault(data["groupI18n"])):
-        yield f"data.groupI18n {fault}"
-    if data.get("runtimeClassName") and not _OBJECT_NAME.fullmatch(data["runtimeClassName"]):
-        yield f"data.runtimeClassName {_shown(data['runtimeClassName'])} is no name of a RuntimeClass"
     yield from _list_faults(data)
 
 
-def _key_faults(found: Found, data: Mapping[str, str]) -> Iterator[str]:
-    for key in REQUIRED:
+def _data_faults(found: Found, must: Mapping[str, Rule], may: Mapping[str, Rule]) -> Iterator[str]:
+    for key in must:
         if key not in found.data:
             yield f"data.{key} is missing"
-    for key in found.data:
-        if key not in (*REQUIRED, *OPTIONAL):
-            yield f"data.{key} is not known; known are {', '.join((*REQUIRED, *OPTIONAL))}"
-    for key, allowed in WORDS.items():
-        if key in data and data[key] not in allowed:
-            yield f"data.{key} must be one of {', '.join(allowed)}, not {_shown(data[key])}"
+    known = {**must, **may}
+    for key, value in found.data.items():
+        if key not in known:
+            yield f"data.{key} is not known; known are {', '.join(known)}"
+        elif isinstance(value, str) and (fault := known[key](value)):
+            yield f"data.{key} {fault}"
 
 
 def _label_faults(found: Found) -> Iterator[str]:
@@ -185,16 +159,7 @@ def _list_faults(data: Mapping[str, str]) -> Iterator[str]:
 def _config_faults(found: Found) -> Iterator[str]:
     if found.labels.get(CONFIG_LABEL) != "true" and not isinstance(found.labels.get(CONFIG_LABEL), bool):
         yield f'label {CONFIG_LABEL} must be "true": the console does not see the object'
-    for key in CONFIG_KEYS:
-        if not found.data.get(key):
-            yield f"data.{key} is missing"
-    for key in found.data:
-        if key not in CONFIG_KEYS:
-            yield f"data.{key} is not known; known are {', '.join(CONFIG_KEYS)}"
-    for key, rule in (("nodeLabelKey", _LABEL_KEY), ("nodeLabelValue", _LABEL_VALUE)):
-        value = found.data.get(key)
-        if isinstance(value, str) and value and not rule.fullmatch(value):
-            yield f"data.{key} {_shown(value)} cannot stand in a label of a node"
+    yield from _data_faults(found, CONFIG, {})
 
 
 def _joint_faults(objects: Sequence[Found]) -> Iterator[str]:
@@ -250,6 +215,63 @@ def _translation_fault(text: str) -> str | None:
     return None
 
 
+def _any(_: str) -> str | None:
+    return None
+
+
+def _one_of(*allowed: str) -> Rule:
+    return lambda text: (
+        None if text in allowed else f"must be one of {', '.join(allowed)}, not {_shown(text)}"
+    )
+
+
+def _number_fault(text: str) -> str | None:
+    return None if re.fullmatch(r"[0-9]+", text) else f"must be a whole number, not {_shown(text)}"
+
+
+def _class_fault(text: str) -> str | None:
+    return (
+        None if not text or _OBJECT_NAME.fullmatch(text) else f"{_shown(text)} is no name of a RuntimeClass"
+    )
+
+
+def _in_a_label(pattern: re.Pattern[str]) -> Rule:
+    def fault(text: str) -> str | None:
+        if not text:
+            return "is missing"
+        return None if pattern.fullmatch(text) else f"{_shown(text)} cannot stand in a label of a node"
+
+    return fault
+
+
+# The keys below `data` that each kind must have, and may have, with the rule of each.
+RESOURCE: Mapping[str, Rule] = {
+    "key": _resource_fault,
+    "dataType": _one_of("integer"),
+    "defaultValue": _number_fault,
+    "descriptionEn": _any,
+    "descriptionZh": _any,
+    "group": lambda text: None if text else "must not be empty",
+    "limits": _one_of("disabled", "required", "optional"),
+    "requests": _one_of("disabled", "required", "fromLimits"),
+}
+RESOURCE_MAY: Mapping[str, Rule] = {
+    "labelEn": _any,
+    "labelZh": _any,
+    "groupI18n": _translation_fault,
+    "resourceUnit": _any,
+    "relatedResources": _any,  # with the other list, below
+    "excludeResources": _any,
+    "runtimeClassName": _class_fault,
+    "ignoreNodeCheck": _one_of("true", "false"),
+}
+CONFIG: Mapping[str, Rule] = {
+    "deviceName": lambda text: None if text else "is missing",
+    "nodeLabelKey": _in_a_label(_LABEL_KEY),
+    "nodeLabelValue": _in_a_label(_LABEL_VALUE),
+}
+
+
 def _block(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = content.get(key)
     return value if isinstance(value, dict) else {}
@@ -261,3 +283,62 @@ def _plain(value: object) -> str:
 
 def _shown(value: object) -> str:
     return "nothing" if value is None else repr(value)[:60]
+
+
+class SourceUnreadable(Exception):
+    """A file or the cluster could not be read; the text names it and the cause."""
+
+
+def from_files(paths: Sequence[Path]) -> list[Found]:
+    """cf-crl objects of files; of folders, those of every YAML and JSON file. Raises SourceUnreadable."""
+    return [
+        Found(str(file), content)
+        for path in paths
+        for file in _files(path)
+        for content in _documents(file)
+        if concerns(content)
+    ]
+
+
+def from_cluster(kubeconfig: Path | None) -> list[Found]:
+    """cf-crl objects of the cluster. Raises SourceUnreadable."""
+    return anyio.run(_from_cluster, kubeconfig)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+    return [path]
+
+
+def _documents(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        for document in yaml.safe_load_all(file.read_text(encoding="utf-8")):
+            yield from _objects(document)
+    except OSError as error:
+        raise SourceUnreadable(f"{file}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SourceUnreadable(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _objects(document: object) -> Iterator[dict[str, Any]]:
+    """A document, or the items of a list (`kubectl get -o yaml` makes one)."""
+    if not isinstance(document, dict):
+        return
+    if str(document.get("kind", "")).endswith("List") and isinstance(document.get("items"), list):
+        for item in document["items"]:
+            # Items of a typed list do not say their kind.
+            yield from _objects({"kind": "ConfigMap", **item} if isinstance(item, dict) else item)
+    else:
+        yield document
+
+
+async def _from_cluster(kubeconfig: Path | None) -> list[Found]:
+    try:
+        async with await connect(kubeconfig) as api:
+            data = await api.get(f"/api/v1/namespaces/{NAMESPACE}/configmaps")
+    except NoClusterAccess as error:
+        raise SourceUnreadable(f"{error}; name one with --kubeconfig") from error
+    except ApiError as error:
+        raise SourceUnreadable(str(error)) from error
+    return [Found("cluster", content) for content in _objects(msgspec.json.decode(data)) if concerns(content)]

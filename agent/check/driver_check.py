@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.check.look import Grade, Look
 from agent.model.compat import dotted, hooked, vgpu_warning
 from agent.model.gpu import Driver, Gpu
-from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
-from agent.mps.binary import find
-from agent.mps.mps_errors import ProgramMissing
+from agent.model.look import Look
+from agent.modes import wing
+from agent.mps.wing import MpsWing
 from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
@@ -27,55 +26,37 @@ def look_at_machine(nvml: NvmlPort) -> Machine:
     try:
         driver = nvml.open()
     except NvmlError as error:
-        return Machine(None, (), (Look("driver", Grade.FAILED, f"{error}"),))
-    looks = [Look("driver", Grade.OK, f"{driver.version}, serves CUDA {dotted(driver.cuda_version)}")]
+        return Machine(None, (), (Look.failed("driver", f"{error}"),))
+    looks = [Look.ok("driver", f"{driver.version}, serves CUDA {dotted(driver.cuda_version)}")]
     gpus = []
     try:
         for index in range(nvml.count()):
             try:
                 gpus.append(nvml.describe(index))
             except NvmlError as error:
-                looks.append(Look("GPUs", Grade.WARNING, f"GPU {index} cannot be described: {error}"))
+                looks.append(Look.warning("GPUs", f"GPU {index} cannot be described: {error}"))
     except NvmlError as error:
-        looks.append(Look("GPUs", Grade.FAILED, f"the driver does not say how many there are: {error}"))
+        looks.append(Look.failed("GPUs", f"the driver does not say how many there are: {error}"))
         return Machine(driver, (), tuple(looks))
     finally:
         nvml.close()
     if gpus:
         products = ", ".join(sorted({gpu.product for gpu in gpus}))
-        looks.append(Look("GPUs", Grade.OK, f"{len(gpus)} x {products}"))
+        looks.append(Look.ok("GPUs", f"{len(gpus)} x {products}"))
     else:
-        looks.append(Look("GPUs", Grade.FAILED, "the driver knows no GPU; see dmesg and nvidia-smi"))
+        looks.append(Look.failed("GPUs", "the driver knows no GPU; see dmesg and nvidia-smi"))
     return Machine(driver, tuple(gpus), tuple(looks))
 
 
 def look_at_modes(settings: Settings, machine: Machine) -> Iterator[Look]:
     """The findings on MIG, mode vgpu and mode mps for these GPUs. Blocks on files."""
-    if machine.driver is None or not machine.gpus:
-        return
     if mig := [str(gpu.index) for gpu in machine.gpus if gpu.mig_enabled]:
-        yield Look(
+        yield Look.warning(
             "MIG",
-            Grade.WARNING,
             f"on for GPU {', '.join(mig)}: such a GPU is not offered; nvidia-smi -i <index> -mig 0 ends it",
         )
     vgpu_hooked = settings.modes.vgpu and hooked(settings.vgpu.enforcement, settings.vgpu.library)
-    if vgpu_hooked and (warning := vgpu_warning(machine.driver)):
-        yield Look("mode vgpu", Grade.WARNING, warning)
-    if settings.modes.mps:
-        yield from _mps(settings, machine.driver, machine.gpus)
-
-
-def _mps(settings: Settings, driver: Driver, gpus: tuple[Gpu, ...]) -> Iterator[Look]:
-    if driver.cuda_version < LEAST_CUDA:
-        text = f"needs a driver for CUDA {dotted(LEAST_CUDA)} or later"
-        yield Look("mode mps", Grade.FAILED, f"{text}: get a newer driver, or set modes.mps: false")
-    elif old := [str(gpu.index) for gpu in gpus if gpu.compute_capability < LEAST_COMPUTE_CAPABILITY]:
-        text = f"GPU {', '.join(old)} is older than Volta ({dotted(LEAST_COMPUTE_CAPABILITY)}): no MPS shares"
-        yield Look("mode mps", Grade.WARNING, text)
-    try:
-        explicit = settings.mps.control_program
-        program = find(Path(settings.driver.root), Path(explicit) if explicit else None)
-        yield Look("MPS program", Grade.OK, str(program.path))
-    except ProgramMissing as error:
-        yield Look("MPS program", Grade.FAILED, str(error))
+    if vgpu_hooked and machine.driver and machine.gpus and (warning := vgpu_warning(machine.driver)):
+        yield Look.warning("mode vgpu", warning)
+    found = wing.Machine(machine.driver, machine.gpus, Path(settings.host.state))
+    yield from MpsWing.checks(settings, found)

@@ -13,7 +13,7 @@ LONGEST_FILE = 1 << 20  # configuration files of runtimes and kubelets
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostFiles:
     """Paths are the node's own. `root` is None where the check sees a container's files only."""
 
     root: Path | None
@@ -77,16 +77,16 @@ class Host:
             return
 
 
-def host_of(settings: Settings, root: Path | None) -> Host:
+def host_of(settings: Settings, root: Path | None) -> HostFiles:
     """The node's root: as named on the command line, else as far as the configuration shows it. Blocks."""
     if root is not None:
-        return Host(root, named=True)
+        return HostFiles(root, named=True)
     driver_root = Path(settings.driver.root)
     if driver_root == Path("/"):
         # In a pod that is the container's own root.
-        return Host(None if "KUBERNETES_SERVICE_HOST" in os.environ else driver_root)
+        return HostFiles(None if "KUBERNETES_SERVICE_HOST" in os.environ else driver_root)
     # A driver container's root holds the driver alone.
-    return Host(driver_root if (driver_root / settings.kubelet.root.strip("/")).is_dir() else None)
+    return HostFiles(driver_root if (driver_root / settings.kubelet.root.strip("/")).is_dir() else None)
 
 
 def _options(words: list[str]) -> dict[str, str]:

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.cdi.specification import Devices
-from agent.check.host import Host
-from agent.check.look import Grade, Look
+from agent.check.host import HostFiles
 from agent.check.own_specification import Own
 from agent.check.runtime_files import Runtimes, runtimes, toolkit_version
-from agent.check.software import NodeFacts
+from agent.check.software import CheckedNode
+from agent.injection.inject import cdi_problem, choose, toolkit_devices
+from agent.injection.specification import Devices
 from agent.kit.inside import inside
-from agent.plugins.inject import cdi_problem, choose, toolkit_devices
+from agent.model.look import Look, Severity
 from agent.settings import Settings
 
 OLDEST_TOOLKIT = (1, 7, 0)
@@ -22,8 +22,8 @@ SWITCH_ON = "set enable_cdi = true there and restart containerd"
 @dataclass(frozen=True, slots=True)
 class Way:
     settings: Settings
-    host: Host
-    facts: NodeFacts | None
+    host: HostFiles
+    facts: CheckedNode | None
     own: Devices  # of the agent's own specification
     runtime: Runtimes | None
     toolkit: frozenset[str]  # devices of the toolkit's specification
@@ -41,16 +41,16 @@ class Way:
         if self.toolkit:
             return False
         by_nodes = self.settings.injection.device_nodes
-        return self.by_cdi or not (by_nodes or _runtime(self).grade is not Grade.FAILED)
+        return self.by_cdi or not (by_nodes or _runtime(self).grade is not Severity.FAILED)
 
     @property
-    def worst(self) -> Grade:
+    def worst(self) -> Severity:
         """Of NVIDIA's runtime where it would not serve: CDI may, where nobody says that it does not."""
         undecided = self.facts is None and self.settings.injection.strategy == "auto"
-        return Grade.UNKNOWN if undecided else Grade.FAILED
+        return Severity.UNKNOWN if undecided else Severity.FAILED
 
 
-def way_of(settings: Settings, host: Host, facts: NodeFacts | None, own: Own, *, driver: bool) -> Way:
+def way_of(settings: Settings, host: HostFiles, facts: CheckedNode | None, own: Own, *, driver: bool) -> Way:
     """Read the node's files. Blocks."""
     folders = (host.folder(settings.host.cdi), host.folder("/etc/cdi"))
     # The missing driver alone is to be named as missing, not its consequences.
@@ -63,7 +63,7 @@ def look_at_injection(way: Way) -> Iterator[Look]:
     """Toolkit, default runtime, CDI. Blocks."""
     if way.settings.simulator.profile:
         text = "any will do: the GPUs are simulated, and containers get no device"
-        yield Look("container runtime", Grade.OK, text)
+        yield Look.ok("container runtime", text)
         return
     unneeded = None
     if way.by_cdi:
@@ -71,7 +71,7 @@ def look_at_injection(way: Way) -> Iterator[Look]:
     elif way.settings.injection.device_nodes:
         unneeded = "not needed: injection.deviceNodes names the nodes"
     yield _toolkit(way, unneeded)
-    yield Look("default runtime", Grade.OK, unneeded) if unneeded else _runtime(way)
+    yield Look.ok("default runtime", unneeded) if unneeded else _runtime(way)
     yield _cdi(way)
 
 
@@ -79,9 +79,9 @@ def _toolkit(way: Way, unneeded: str | None) -> Look:
     found = toolkit_version(way.host)
     if found is None:
         if unneeded:
-            return Look("toolkit", Grade.OK, unneeded)
+            return Look.ok("toolkit", unneeded)
         if way.host.root is None:
-            return Look("toolkit", Grade.UNKNOWN, f"NVIDIA's container toolkit is needed, and {NOT_SEEN}")
+            return Look.unknown("toolkit", f"NVIDIA's container toolkit is needed, and {NOT_SEEN}")
         return Look(
             "toolkit",
             way.worst,
@@ -92,12 +92,12 @@ def _toolkit(way: Way, unneeded: str | None) -> Look:
     if version is None:
         text = f"{program} is there and does not print its version"
         if unneeded:
-            return Look("toolkit", Grade.OK, f"{text}; {unneeded}")
-        return Look("toolkit", Grade.UNKNOWN, f"{text}: run {program} --version there, 1.7.0 is needed")
+            return Look.ok("toolkit", f"{text}; {unneeded}")
+        return Look.unknown("toolkit", f"{text}: run {program} --version there, 1.7.0 is needed")
     text = f"{program} {'.'.join(map(str, version))}"
     if version < OLDEST_TOOLKIT and not unneeded:
-        return Look("toolkit", Grade.FAILED, f"{text}: update NVIDIA's container toolkit to 1.7.0 or later")
-    return Look("toolkit", Grade.OK, text)
+        return Look.failed("toolkit", f"{text}: update NVIDIA's container toolkit to 1.7.0 or later")
+    return Look.ok("toolkit", text)
 
 
 def _runtime(way: Way) -> Look:
@@ -105,18 +105,17 @@ def _runtime(way: Way) -> Look:
     found = way.runtime
     if found is None and way.host.root is None:
         remedy = "it must be nvidia, or pods must name a RuntimeClass that leads to it"
-        return Look(subject, Grade.UNKNOWN, f"the runtime's configuration {NOT_SEEN}: {remedy}")
+        return Look.unknown(subject, f"the runtime's configuration {NOT_SEEN}: {remedy}")
     if found is None:
         found = Runtimes("its defaults, without a configuration file", "runc")
     if found.unread:
-        return Look(subject, Grade.UNKNOWN, _unread(found))
+        return Look.unknown(subject, _unread(found))
     if found.default == "nvidia":
-        return Look(subject, Grade.OK, f"nvidia, by {found.file}")
+        return Look.ok(subject, f"nvidia, by {found.file}")
     seen = f"{found.default} by {found.file}"
     if "nvidia" in found.names:
-        return Look(
+        return Look.warning(
             subject,
-            Grade.WARNING,
             f"{seen}: pods get their GPUs only if they name a RuntimeClass that leads to the runtime nvidia; "
             "nvidia-ctk runtime configure --set-as-default, or CDI, serves all pods",
         )
@@ -131,28 +130,28 @@ def _runtime(way: Way) -> Look:
 def _cdi(way: Way) -> Look:
     strategy = way.settings.injection.strategy
     if strategy == "envvar":
-        return Look("CDI", Grade.OK, "not used: injection.strategy is envvar")
+        return Look.ok("CDI", "not used: injection.strategy is envvar")
     if way.facts is None:
-        return Look("CDI", Grade.UNKNOWN, "needs kubelet 1.29 and containerd 2.0 or CRI-O 1.23; see kubelet")
+        return Look.unknown("CDI", "needs kubelet 1.29 and containerd 2.0 or CRI-O 1.23; see kubelet")
     found = way.runtime
     if found is None and way.host.root is None:
-        return Look("CDI", Grade.UNKNOWN, f"the runtime's configuration {NOT_SEEN}, which may switch CDI off")
+        return Look.unknown("CDI", f"the runtime's configuration {NOT_SEEN}, which may switch CDI off")
     if found and found.cdi is False:
         text = f"{found.file} switches it off, and pods that get CDI devices start without them or not at all"
-        return Look("CDI", Grade.FAILED, f"{text}: {SWITCH_ON}, or set injection.strategy: envvar")
+        return Look.failed("CDI", f"{text}: {SWITCH_ON}, or set injection.strategy: envvar")
     if found and found.unread:
-        return Look("CDI", Grade.UNKNOWN, f"{_unread(found)}, which may switch CDI off")
+        return Look.unknown("CDI", f"{_unread(found)}, which may switch CDI off")
     if problem := cdi_problem(way.facts.software):
         return _by_version(way, problem)
     folders = found.cdi_folders if found else None
     if found and folders is not None and not _reads(way, folders):
         text = f"{found.file} has specifications read from {', '.join(folders)} alone"
-        return Look("CDI", Grade.FAILED, f"{text}: add {way.settings.host.cdi} to its cdi_spec_dirs")
+        return Look.failed("CDI", f"{text}: add {way.settings.host.cdi} to its cdi_spec_dirs")
     if way.own.names:
-        return Look("CDI", Grade.OK, "kubelet and runtime take the devices of the agent's own specification")
+        return Look.ok("CDI", "kubelet and runtime take the devices of the agent's own specification")
     if way.toolkit:
-        return Look("CDI", Grade.OK, f"kubelet and runtime take {len(way.toolkit)} devices of the toolkit's")
-    grade = Grade.FAILED if strategy == "cdi" else Grade.WARNING
+        return Look.ok("CDI", f"kubelet and runtime take {len(way.toolkit)} devices of the toolkit's")
+    grade = Severity.FAILED if strategy == "cdi" else Severity.WARNING
     return Look("CDI", grade, "kubelet and runtime support it, but there is no specification of the GPUs")
 
 
@@ -164,11 +163,11 @@ def _by_version(way: Way, problem: str) -> Look:
     switched = way.runtime is not None and way.runtime.cdi is True
     if way.settings.injection.strategy == "cdi":
         if switched:
-            return Look("CDI", Grade.OK, "switched on in the runtime's configuration")
+            return Look.ok("CDI", "switched on in the runtime's configuration")
         text = f"{problem}, and injection.strategy is cdi: {SWITCH_ON}, or use injection.strategy: auto"
-        return Look("CDI", Grade.FAILED, text)
+        return Look.failed("CDI", text)
     more = "; it is switched on there, so injection.strategy: cdi would use it" if switched else ""
-    return Look("CDI", Grade.WARNING, f"{problem}: NVIDIA's runtime and its variable are used instead{more}")
+    return Look.warning("CDI", f"{problem}: NVIDIA's runtime and its variable are used instead{more}")
 
 
 def _reads(way: Way, folders: tuple[str, ...]) -> bool:

@@ -1,24 +1,56 @@
 """Looks at the kubelet's side: version, folders, other agents, Topology Manager; at kernel and cgroups."""
 
 import os
+import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from agent.check.host import Host
-from agent.check.kubelet_files import foreign_agents, topology_manager
-from agent.check.look import Grade, Look
-from agent.check.software import NodeFacts
+import yaml
+
+from agent.check.host import HostFiles
+from agent.check.software import CheckedNode
+from agent.model.look import Look
 from agent.model.modes import FOREIGN_VALUES
 from agent.modes.desired import LABEL
-from agent.mps.processes import kernel_problem
 from agent.settings import Settings
 
 OLDEST_KUBELET = (1, 25)
-# Mounts whose links nobody follows, which MPS shares have (docs/mps.md).
-KERNEL_FOR_MPS = (5, 10)
+# Where distributions put the kubelet's configuration, if its command line is not seen.
+FILES = (
+    "/var/lib/kubelet/config.yaml",  # kubeadm
+    "/etc/kubernetes/kubelet/config.json",  # EKS, Amazon Linux 2023
+    "/etc/kubernetes/kubelet/config.yaml",
+    "/etc/kubernetes/kubelet/kubelet-config.json",  # EKS, Amazon Linux 2
+    "/etc/kubernetes/kubelet-config.yaml",
+    "/etc/kubernetes/kubelet.conf",  # OpenShift
+    "/home/kubernetes/kubelet-config.yaml",  # GKE
+    "/etc/default/kubeletconfig.json",  # AKS
+)
+# Drop-ins alone: in k3s and RKE2 the kubelet is a part of another program.
+FOLDERS = (
+    "/var/lib/rancher/k3s/agent/etc/kubelet.conf.d",
+    "/var/lib/rancher/rke2/agent/etc/kubelet.conf.d",
+)
+POLICY = "topologyManagerPolicy"
+CONNECT_SECONDS = 1.0
+# Sockets by which other agents offer GPUs in the same folder.
+FOREIGN_SOCKETS = {
+    "nvidia-gpu.sock": "NVIDIA's device plugin",
+    "nvidia.sock": "an NVIDIA device plugin",
+    "vcore.sock": "gpu-manager",
+    "vmemory.sock": "gpu-manager",
+    "aliyungpushare.sock": "gpushare",
+    "nvidia-vgpu.sock": "HAMi or Volcano vGPU",
+}
+# NVIDIA's DRA driver registers beside them, as every plugin of the kubelet's does.
+FOREIGN_PLUGINS = {"gpu.nvidia.com-reg.sock": "NVIDIA's DRA driver"}
 
 
-def look_at_kubelet(settings: Settings, host: Host, facts: NodeFacts | None, unread: str) -> Iterator[Look]:
+def look_at_kubelet(
+    settings: Settings, host: HostFiles, facts: CheckedNode | None, unread: str
+) -> Iterator[Look]:
     """`unread` says why there are no facts. Blocks."""
     yield _version(facts, unread)
     kubelet = host.folder(settings.kubelet.root)
@@ -27,26 +59,28 @@ def look_at_kubelet(settings: Settings, host: Host, facts: NodeFacts | None, unr
         (kubelet / "pod-resources" / "kubelet.sock", "who holds what"),
     ):
         if path.exists():
-            yield Look("kubelet's folders", Grade.OK, f"{path} ({use})")
+            yield Look.ok("kubelet's folders", f"{path} ({use})")
         else:
             text = f"{path} ({use}) is not there; set kubelet.root to the kubelet's --root-dir"
-            yield Look("kubelet's folders", Grade.FAILED, text)
+            yield Look.failed("kubelet's folders", text)
     yield from _other_agents(settings, host, facts, unread)
     yield _topology(host)
 
 
-def _version(facts: NodeFacts | None, unread: str) -> Look:
+def _version(facts: CheckedNode | None, unread: str) -> Look:
     if facts is None:
-        return Look("kubelet", Grade.UNKNOWN, f"its version is in the Node object: {unread}")
+        return Look.unknown("kubelet", f"its version is in the Node object: {unread}")
     digits = facts.software.kubelet.removeprefix("v").split(".")
     version = tuple(int(part) for part in digits[:2] if part.isdigit())
     text = f"{facts.software.kubelet}, {facts.software.runtime}"
     if version < OLDEST_KUBELET:
-        return Look("kubelet", Grade.FAILED, f"{text}: Kubernetes 1.25 or later is needed")
-    return Look("kubelet", Grade.OK, text)
+        return Look.failed("kubelet", f"{text}: Kubernetes 1.25 or later is needed")
+    return Look.ok("kubelet", text)
 
 
-def _other_agents(settings: Settings, host: Host, facts: NodeFacts | None, unread: str) -> Iterator[Look]:
+def _other_agents(
+    settings: Settings, host: HostFiles, facts: CheckedNode | None, unread: str
+) -> Iterator[Look]:
     subject = "other agents"
     remedy = "the same GPUs would be given twice: take it off this node first (docs/migration.md)"
     seen = False
@@ -54,62 +88,53 @@ def _other_agents(settings: Settings, host: Host, facts: NodeFacts | None, unrea
     for each in foreign_agents(folder, host.folder(settings.kubelet.root) / "plugins_registry"):
         seen = True
         if each.listening:
-            yield Look(subject, Grade.FAILED, f"{each.owner} listens at {each.socket}: {remedy}")
+            yield Look.failed(subject, f"{each.owner} listens at {each.socket}: {remedy}")
         else:
             text = f"{each.socket} of {each.owner} is there and nobody listens: the agent has ended"
-            yield Look(subject, Grade.WARNING, f"{text}; a restart of the kubelet removes it")
+            yield Look.warning(subject, f"{text}; a restart of the kubelet removes it")
     if facts and (label := FOREIGN_VALUES.get(facts.labels.get(LABEL, ""))):
         seen = True
-        yield Look(subject, Grade.FAILED, f"the label {LABEL} gives this node to {label}: {remedy}")
+        yield Look.failed(subject, f"the label {LABEL} gives this node to {label}: {remedy}")
     if facts and (offered := facts.offered_by_others):
         seen = True
         text = f"{', '.join(offered)} on offer, and not by an agent of this product"
-        yield Look(subject, Grade.FAILED, f"{text}; {remedy}")
+        yield Look.failed(subject, f"{text}; {remedy}")
     if not seen and facts is None:
-        yield Look(subject, Grade.UNKNOWN, f"the resources on offer here are in the Node object: {unread}")
+        yield Look.unknown(subject, f"the resources on offer here are in the Node object: {unread}")
     elif not seen:
-        yield Look(subject, Grade.OK, "none offers GPUs here")
+        yield Look.ok(subject, "none offers GPUs here")
 
 
-def _topology(host: Host) -> Look:
+def _topology(host: HostFiles) -> Look:
     subject = "Topology Manager"
     found = topology_manager(host)
     if found is None:
         text = "the kubelet's configuration was not found or cannot be read"
         if host.root is None:
             text = "the kubelet's configuration cannot be seen from here (--host-root)"
-        return Look(subject, Grade.UNKNOWN, f"{text}; with its policy none, NUMA is not kept")
+        return Look.unknown(subject, f"{text}; with its policy none, NUMA is not kept")
     where, policy = found
     if policy == "none":
-        return Look(
+        return Look.warning(
             subject,
-            Grade.WARNING,
             f"policy none, by {where}: hints about NUMA do nothing; topologyManagerPolicy: "
             "best-effort keeps CPUs and GPUs together",
         )
-    return Look(subject, Grade.OK, f"policy {policy}, by {where}")
+    return Look.ok(subject, f"policy {policy}, by {where}")
 
 
-def look_at_kernel(settings: Settings, host: Host) -> Iterator[Look]:
+def look_at_kernel(settings: Settings, host: HostFiles) -> Iterator[Look]:
     """Kernel and cgroups. Blocks."""
-    release = os.uname().release
-    digits = [part for part in release.replace("-", ".").split(".")[:2] if part.isdigit()]
-    if settings.modes.mps and (problem := kernel_problem()):
-        yield Look("kernel", Grade.FAILED, f"{problem}, or set modes.mps: false")
-    elif settings.modes.mps and tuple(map(int, digits)) < KERNEL_FOR_MPS:
-        text = "links in shared memory of MPS pods are followed before Linux 5.10 (docs/mps.md)"
-        yield Look("kernel", Grade.WARNING, f"{release}: {text}")
-    else:
-        yield Look("kernel", Grade.OK, f"{release}, {os.uname().machine}")
+    yield Look.ok("kernel", f"{os.uname().release}, {os.uname().machine}")
     folder = host.folder("/sys/fs/cgroup") if host.named else Path(settings.host.cgroups)
     version = cgroup_version(folder)
     if version == 1:
         text = "the driver's own memory limits (r615) need version 2, and kubelets from 1.35 on want it, too"
-        yield Look("cgroups", Grade.WARNING, f"version 1: {text}")
+        yield Look.warning("cgroups", f"version 1: {text}")
     elif version is None:
-        yield Look("cgroups", Grade.UNKNOWN, f"none at {folder}")
+        yield Look.unknown("cgroups", f"none at {folder}")
     else:
-        yield Look("cgroups", Grade.OK, f"version {version}")
+        yield Look.ok("cgroups", f"version {version}")
 
 
 def cgroup_version(folder: Path) -> int | None:
@@ -117,3 +142,74 @@ def cgroup_version(folder: Path) -> int | None:
     if (folder / "cgroup.controllers").exists():
         return 2
     return 1 if (folder / "memory").is_dir() or (folder / "cpu").is_dir() else None
+
+
+def topology_manager(host: HostFiles) -> tuple[str, str] | None:
+    """(where it was found, Topology Manager policy); None: not known. The kubelet's default is none."""
+    flags = host.flags("kubelet")
+    if flags is not None:
+        if policy := flags.get("topology-manager-policy"):
+            return "the kubelet's command line", policy
+        files = [file for file in (flags.get("config"),) if file]
+        folders = [folder for folder in (flags.get("config-dir"),) if folder]
+    else:
+        files = [file for file in FILES if host.file(file)][:1]
+        folders = [folder for folder in FOLDERS if any(host.files(folder, "*.conf"))]
+        if not files and not folders:
+            return None
+    found: tuple[str, str] | None = None
+    read = 0
+    for file in (*files, *(each for folder in folders for each in host.files(folder, "*.conf"))):
+        document = _configuration(host, file)
+        read += document is not None
+        if document and POLICY in document:
+            found = file, str(document[POLICY])
+    if found:
+        return found
+    if files and not read:
+        return None  # it is there and cannot be read
+    return (files or folders or ["the kubelet's command line"])[0], "none"
+
+
+def _configuration(host: HostFiles, file: str) -> dict[str, Any] | None:
+    text = host.text(file)
+    try:
+        found = yaml.safe_load(text) if text is not None else None
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found.get("kind") == "KubeletConfiguration" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    socket: str
+    owner: str
+    listening: bool
+
+
+def foreign_agents(device_plugins: Path, registry: Path) -> Iterator[Foreign]:
+    """Those that have sockets in the kubelet's two folders for plugins."""
+    for folder, known in ((device_plugins, FOREIGN_SOCKETS), (registry, FOREIGN_PLUGINS)):
+        for name, owner in known.items():
+            if (folder / name).exists():
+                yield Foreign(name, owner, _listens(folder / name))
+
+
+def _listens(path: Path) -> bool:
+    """Whether somebody answers: a process that was killed leaves its socket behind."""
+    try:
+        folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return True  # not known: better named than passed over
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(CONNECT_SECONDS)
+            # The path of a socket may be 107 bytes long, and the root is mounted anywhere.
+            probe.connect(f"/proc/self/fd/{folder}/{path.name}")
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(folder)
+    return True

@@ -4,34 +4,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agent.check.driver_check import look_at_machine, look_at_modes
-from agent.check.host import Host
+from agent.check.host import HostFiles
 from agent.check.injection import look_at_injection, way_of
 from agent.check.kubelet import look_at_kernel, look_at_kubelet
-from agent.check.look import Grade, Look
 from agent.check.own_specification import Own, look_at_specification, own_specification
-from agent.check.software import NodeFacts, NodeNotRead, node_facts
-from agent.isolation.library import obstacle
+from agent.check.software import CheckedNode, NodeNotRead, node_facts
+from agent.model.look import Look
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
+from agent.vgpu.library import obstacle
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    host: Host
+class Observation:
+    host: HostFiles
     own: Own
-    facts: NodeFacts | None
+    facts: CheckedNode | None
     unread: str = ""  # why there are no facts
 
 
-async def observe(settings: Settings, host: Host) -> Observed:
+async def observe(settings: Settings, host: HostFiles) -> Observation:
     own = await own_specification(settings, host)
     try:
-        return Observed(host, own, await node_facts(settings.cluster))
+        return Observation(host, own, await node_facts(settings.cluster))
     except NodeNotRead as error:
-        return Observed(host, own, None, str(error))
+        return Observation(host, own, None, str(error))
 
 
-def look(settings: Settings, nvml: NvmlPort, seen: Observed) -> Iterator[Look]:
+def look(settings: Settings, nvml: NvmlPort, seen: Observation) -> Iterator[Look]:
     """Look at everything, one after the other. Blocks."""
     machine = look_at_machine(nvml)
     yield from machine.looks
@@ -44,11 +44,11 @@ def look(settings: Settings, nvml: NvmlPort, seen: Observed) -> Iterator[Look]:
     yield from _enforcement(settings, seen.host)
 
 
-def _enforcement(settings: Settings, host: Host) -> Iterator[Look]:
+def _enforcement(settings: Settings, host: HostFiles) -> Iterator[Look]:
     if settings.vgpu.enforcement not in ("library", "strict") or not settings.modes.vgpu:
         return
     state = host.folder(settings.host.state)
     if problem := obstacle(state):
-        yield Look("vGPU limits", Grade.FAILED, problem)
+        yield Look.failed("vGPU limits", problem)
     else:
-        yield Look("vGPU limits", Grade.OK, f"containers can load the enforcement library from below {state}")
+        yield Look.ok("vGPU limits", f"containers can load the enforcement library from below {state}")

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from agent.cdi import hook as programs
-from agent.cdi.specification import FILE, BadSpecification, CdiError, Devices, parse
-from agent.cdi.toolkit import MOST_BYTES, Places, Toolkit
 from agent.check.driver_check import Machine
-from agent.check.host import Host
-from agent.check.look import Grade, Look
+from agent.check.host import HostFiles
+from agent.injection import hook as programs
+from agent.injection.specification import FILE, BadSpecification, CdiError, Devices, parse
+from agent.injection.toolkit import MOST_BYTES, Places, Toolkit
 from agent.kit import small_file
+from agent.model.look import Look, Severity
 from agent.settings import Settings
 
 SUBJECT = "GPU specification"
@@ -27,7 +27,7 @@ class Own:
     file: Path | None = None  # None: none is there yet
 
 
-async def own_specification(settings: Settings, host: Host) -> Own:
+async def own_specification(settings: Settings, host: HostFiles) -> Own:
     """The file there; without one the output of NVIDIA's program, which is not written."""
     injection = settings.injection
     if injection.strategy == "envvar" or not injection.toolkit or settings.simulator.profile:
@@ -48,7 +48,7 @@ async def own_specification(settings: Settings, host: Host) -> Own:
     return Own(True, Devices(made.names))
 
 
-def _standing(settings: Settings, host: Host) -> Own | None:
+def _standing(settings: Settings, host: HostFiles) -> Own | None:
     file = Path(settings.host.cdi) / FILE
     try:
         file = host.folder(settings.host.cdi) / FILE
@@ -61,12 +61,12 @@ def _standing(settings: Settings, host: Host) -> Own | None:
 
 
 def look_at_specification(
-    settings: Settings, host: Host, own: Own, machine: Machine, *, needed: bool
+    settings: Settings, host: HostFiles, own: Own, machine: Machine, *, needed: bool
 ) -> Iterator[Look]:
     """Whether it names every GPU, and its hook can be run; `needed`: containers get GPUs by it. Blocks."""
     if not own.wanted or machine.driver is None:
         return  # without a driver there is nothing to make one of, and that is said already
-    worst = Grade.FAILED if needed else Grade.WARNING
+    worst = Severity.FAILED if needed else Severity.WARNING
     if own.devices.problem:
         yield Look(SUBJECT, worst, own.devices.problem)
         return
@@ -78,4 +78,4 @@ def look_at_specification(
         yield Look(SUBJECT, worst, f"it lacks {', '.join(missing)}; {remedy}")
     else:
         how = f"{own.file} names" if own.file else "the agent can make one, with"
-        yield Look(SUBJECT, Grade.OK, f"{how} {len(own.devices.names)} GPUs")
+        yield Look.ok(SUBJECT, f"{how} {len(own.devices.names)} GPUs")

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from agent.cluster.reflector import Metadata
 
-class State(msgspec.Struct, rename="camel"):
+
+class ContainerEnd(msgspec.Struct, rename="camel"):
     """Why a container waits or has ended."""
 
     exit_code: int = 0
@@ -13,70 +15,59 @@ class State(msgspec.Struct, rename="camel"):
     message: str = ""
 
 
-class ContainerState(msgspec.Struct):
+class _ContainerState(msgspec.Struct):
     """Waiting, ended, or neither: it runs."""
 
-    waiting: State | None = None
-    terminated: State | None = None
+    waiting: ContainerEnd | None = None
+    terminated: ContainerEnd | None = None
 
 
-class ContainerStatus(msgspec.Struct, rename="camel"):
-    state: ContainerState = msgspec.field(default_factory=ContainerState)
-    last_state: ContainerState = msgspec.field(default_factory=ContainerState)
+class _ContainerStatus(msgspec.Struct, rename="camel"):
+    state: _ContainerState = msgspec.field(default_factory=_ContainerState)
+    last_state: _ContainerState = msgspec.field(default_factory=_ContainerState)
 
 
-class Condition(msgspec.Struct):
+class _PodCondition(msgspec.Struct):
     type: str
     status: str = ""
     message: str = ""
 
 
-class Status(msgspec.Struct, rename="camel"):
+class ShownStatus(msgspec.Struct, rename="camel"):
     phase: str = "Pending"
     reason: str = ""
     message: str = ""
-    conditions: list[Condition] = msgspec.field(default_factory=list)
-    container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
+    conditions: list[_PodCondition] = msgspec.field(default_factory=list)
+    container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
 
 
-class Container(msgspec.Struct):
+class _ContainerSpec(msgspec.Struct):
     name: str
     image: str = ""
 
 
-class Spec(msgspec.Struct, rename="camel"):
+class _PodSpec(msgspec.Struct, rename="camel"):
     node_name: str = ""
-    containers: list[Container] = msgspec.field(default_factory=list)
+    containers: list[_ContainerSpec] = msgspec.field(default_factory=list)
 
 
-class Owner(msgspec.Struct):
-    uid: str = ""
-
-
-class Metadata(msgspec.Struct, rename="camel"):
-    name: str
-    namespace: str = ""
-    owner_references: list[Owner] = msgspec.field(default_factory=list)
-    annotations: dict[str, str] = msgspec.field(default_factory=dict)
-
-
-class Pod(msgspec.Struct):
+class ShownPod(msgspec.Struct):
     metadata: Metadata
-    spec: Spec = msgspec.field(default_factory=Spec)
-    status: Status = msgspec.field(default_factory=Status)
+    spec: _PodSpec = msgspec.field(default_factory=_PodSpec)
+    status: ShownStatus = msgspec.field(default_factory=ShownStatus)
 
 
-class PodList(msgspec.Struct):
-    items: list[Pod]
+class ShownPods(msgspec.Struct):
+    items: list[ShownPod]
 
 
-def reasons_of(status: Status) -> str:
+def reasons_of(status: ShownStatus) -> str:
     """The reasons that Kubernetes gives, in one line; the phase where it gives none."""
     found = dict.fromkeys(" ".join(text.split()) for text in _reasons(status) if text.strip(": "))
     return "; ".join(found) or status.phase
 
 
-def _reasons(status: Status) -> Iterator[str]:
+def _reasons(status: ShownStatus) -> Iterator[str]:
     yield f"{status.reason}: {status.message}" if status.reason or status.message else ""
     for condition in status.conditions:
         if condition.type == "PodScheduled" and condition.status != "True":

@@ -6,9 +6,9 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from agent.isolation.isolation_errors import BadLayout
-from agent.isolation.layout import LIMITS_BYTES, read_limits
-from agent.isolation.library import IN_CONTAINER
+from agent.vgpu.isolation_errors import BadLayout
+from agent.vgpu.layout import LIMITS_BYTES, read_limits
+from agent.vgpu.library import IN_CONTAINER
 
 DEVICE, VARIABLE, CAP, DRIVER_PROGRAM = "device: ", "variable: ", "cap: ", "nvidia-smi: "
 NO_PROGRAM = "not there"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent.check.host import Host
+from agent.check.host import HostFiles
 
 TOOLKIT = ("nvidia-ctk", "nvidia-container-cli", "nvidia-container-runtime")
 FOLDERS = ("/usr/bin", "/usr/local/bin", "/usr/local/nvidia/toolkit", "/run/current-system/sw/bin")
@@ -24,7 +24,7 @@ CRIO, CRIO_FOLDER = "/etc/crio/crio.conf", "/etc/crio/crio.conf.d"
 DOCKER = "/etc/docker/daemon.json"
 
 
-def toolkit_version(host: Host) -> tuple[str, tuple[int, ...] | None] | None:
+def toolkit_version(host: HostFiles) -> tuple[str, tuple[int, ...] | None] | None:
     """NVIDIA's container toolkit: the program found, its version where it has one; None: none is there."""
     for name in TOOLKIT:
         for folder in FOLDERS:
@@ -69,7 +69,7 @@ class Runtimes:
     unread: tuple[str, ...] = ()  # files that are there and cannot be read: they may say otherwise
 
 
-def runtimes(host: Host, version: str = "") -> Runtimes | None:
+def runtimes(host: HostFiles, version: str = "") -> Runtimes | None:
     """Of the container runtime in the kubelet's own words (`version`: `containerd://2.4.2`), since a node may
     have several; else of the first that is found. None: no configuration is seen.
     """
@@ -84,7 +84,7 @@ def runtimes(host: Host, version: str = "") -> Runtimes | None:
     return next((found for read in chosen if (found := read())), None)
 
 
-def _containerd(host: Host, places: tuple[str, ...] | None) -> Runtimes | None:
+def _containerd(host: HostFiles, places: tuple[str, ...] | None) -> Runtimes | None:
     if places is None:
         flags = host.flags("containerd") or {}
         places = (*(flags[flag] for flag in ("config", "c") if flags.get(flag)), *CONTAINERD)
@@ -96,13 +96,13 @@ def _containerd(host: Host, places: tuple[str, ...] | None) -> Runtimes | None:
     return None
 
 
-def _crio(host: Host) -> Runtimes | None:
+def _crio(host: HostFiles) -> Runtimes | None:
     # It takes whatever lies in the folder: OpenShift's own files have no suffix.
     files = [file for file in (CRIO, *host.files(CRIO_FOLDER, "*")) if host.file(file)]
     return _merged(host, files, "default_runtime") if files else None
 
 
-def _docker(host: Host) -> Runtimes | None:
+def _docker(host: HostFiles) -> Runtimes | None:
     if not host.file(DOCKER):
         return None
     try:
@@ -116,7 +116,7 @@ def _docker(host: Host) -> Runtimes | None:
     return Runtimes(DOCKER, str(found.get("default-runtime", "runc")), known)
 
 
-def _merged(host: Host, files: list[str], key: str) -> Runtimes:
+def _merged(host: HostFiles, files: list[str], key: str) -> Runtimes:
     """Files that go over each other: the last that names a default wins."""
     where, default, names = files[0], "runc", set[str]()
     cdi: bool | None = None
@@ -135,7 +135,7 @@ def _merged(host: Host, files: list[str], key: str) -> Runtimes:
     return Runtimes(where, default, frozenset(names), cdi, folders, unread)
 
 
-def _imported(host: Host, file: str, document: dict[str, Any]) -> Iterator[str]:
+def _imported(host: HostFiles, file: str, document: dict[str, Any]) -> Iterator[str]:
     patterns = document.get("imports")
     for pattern in patterns if isinstance(patterns, list) else []:
         # Relative ones start at the file that names them.
@@ -144,7 +144,7 @@ def _imported(host: Host, file: str, document: dict[str, Any]) -> Iterator[str]:
             yield from host.files(folder, name)
 
 
-def _toml(host: Host, file: str) -> dict[str, Any] | None:
+def _toml(host: HostFiles, file: str) -> dict[str, Any] | None:
     text = host.text(file)
     try:
         return None if text is None else tomllib.loads(text)

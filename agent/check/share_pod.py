@@ -33,7 +33,7 @@ class TrialOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TrialShare:
     mode: Mode
     limits: Mapping[str, int]
 
@@ -41,14 +41,14 @@ class Share:
         return ", ".join(f"{name}: {amount}" for name, amount in self.limits.items())
 
 
-def share_of(mode: Mode, resource: str | None = None) -> Share:
+def share_of(mode: Mode, resource: str | None = None) -> TrialShare:
     """A small share; `resource` of a mode with several of its own."""
     if pair := mode.row.pair:
-        return Share(mode, {pair.core: CORES, pair.memory: MEMORY_BYTES // pair.block_bytes})
-    return Share(mode, {resource or mode.resources[0]: 1})
+        return TrialShare(mode, {pair.core: CORES, pair.memory: MEMORY_BYTES // pair.block_bytes})
+    return TrialShare(mode, {resource or mode.resources[0]: 1})
 
 
-def choose(mode: Mode | None, allocatable: Iterable[Mapping[str, str]], where: str) -> Share:
+def choose(mode: Mode | None, allocatable: Iterable[Mapping[str, str]], where: str) -> TrialShare:
     """The first that one of the nodes offers. Raises NothingOffered."""
     offered = {name for node in allocatable for name, amount in node.items() if amount != "0"}
     for each in OFFERED_MODES if mode is None else (mode,):
@@ -63,7 +63,7 @@ def choose(mode: Mode | None, allocatable: Iterable[Mapping[str, str]], where: s
     )
 
 
-def manifest(options: TrialOptions, share: Share, own_image: str | None) -> dict[str, Any]:
+def manifest(options: TrialOptions, share: TrialShare, own_image: str | None) -> dict[str, Any]:
     """A pod that Pod Security's level `restricted` admits, too. `own_image`: the agent's, without a shell."""
     container: dict[str, Any] = {
         "name": CONTAINER,

@@ -7,16 +7,16 @@ from pathlib import Path
 from agent.cluster.api import ApiError, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.cluster.node import Node, read_node
+from agent.injection.inject import NodeSoftware
 from agent.model.modes import OFFERED_MODES
 from agent.node.conditions import MODE_LABEL
-from agent.plugins.inject import NodeSoftware
 from agent.settings import ClusterSettings
 
 OFF = (None, "none")  # the label of the mode in force while the agent offers nothing
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFacts:
+class CheckedNode:
     software: NodeSoftware
     labels: Mapping[str, str] = field(default_factory=dict)
     offered: tuple[str, ...] = ()  # resources by which GPUs can be asked for there
@@ -31,7 +31,7 @@ class NodeNotRead(Exception):
     """The Node object cannot be read; the text says why."""
 
 
-async def node_facts(cluster: ClusterSettings) -> NodeFacts:
+async def node_facts(cluster: ClusterSettings) -> CheckedNode:
     """Ask the API server. Raises NodeNotRead."""
     if cluster.access == "off":
         raise NodeNotRead("cluster.access is off")
@@ -46,7 +46,7 @@ async def node_facts(cluster: ClusterSettings) -> NodeFacts:
     return facts_of(node)
 
 
-def facts_of(node: Node) -> NodeFacts:
+def facts_of(node: Node) -> CheckedNode:
     """The facts of a Node object that was read."""
     info = node.status.node_info
     ours = {resource for mode in OFFERED_MODES for resource in mode.resources}
@@ -54,4 +54,4 @@ def facts_of(node: Node) -> NodeFacts:
     amounts = node.status.allocatable
     offered = sorted(name for name in ours & set(amounts) if amounts[name] != "0")
     software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
-    return NodeFacts(software, node.metadata.labels, tuple(offered))
+    return CheckedNode(software, node.metadata.labels, tuple(offered))

@@ -5,9 +5,17 @@ from collections.abc import Callable, Sequence
 import anyio
 import msgspec
 
-from agent.check.pod_objects import Pod, PodList, reasons_of
+from agent.check.pod_objects import ShownPod, ShownPods, reasons_of
 from agent.check.probe import DEVICE, DRIVER_PROGRAM, NO_PROGRAM
-from agent.check.share_pod import CONTAINER, NothingOffered, Share, TrialOptions, choose, manifest, share_of
+from agent.check.share_pod import (
+    CONTAINER,
+    NothingOffered,
+    TrialOptions,
+    TrialShare,
+    choose,
+    manifest,
+    share_of,
+)
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
 from agent.cluster.node import Node, NodeList
 from agent.node.labels import SIMULATED_LABEL
@@ -64,7 +72,7 @@ async def attempt(api: KubeApi, options: TrialOptions, say: Say) -> None:
     say(_verdict(ended, lines, simulated=node is not None and SIMULATED_LABEL in node.metadata.labels))
 
 
-def _verdict(ended: Pod, lines: Sequence[str], *, simulated: bool) -> str:
+def _verdict(ended: ShownPod, lines: Sequence[str], *, simulated: bool) -> str:
     """The outcome. Raises TrialFailed."""
     where = f"on node {ended.spec.node_name}"
     devices = [line.removeprefix(DEVICE) for line in lines if line.startswith(DEVICE)]
@@ -98,7 +106,7 @@ async def _nodes(api: KubeApi, options: TrialOptions) -> list[Node] | None:
     return msgspec.json.decode(data, type=NodeList).items
 
 
-def _share(options: TrialOptions, nodes: list[Node] | None) -> Share:
+def _share(options: TrialOptions, nodes: list[Node] | None) -> TrialShare:
     if nodes is None:
         if options.mode is None:
             raise TrialFailed(
@@ -123,7 +131,7 @@ async def _agents_image(api: KubeApi, node: str | None) -> str:
         if error.status != FORBIDDEN:
             raise
         raise TrialFailed(f"this account may not look for the agents and their image: {remedy}") from error
-    found = msgspec.json.decode(data, type=PodList).items
+    found = msgspec.json.decode(data, type=ShownPods).items
     for pod in sorted(found, key=lambda each: each.spec.node_name != node):
         for container in pod.spec.containers:
             if container.name == "agent" and container.image:
@@ -131,13 +139,13 @@ async def _agents_image(api: KubeApi, node: str | None) -> str:
     raise TrialFailed(f"no agent of this product runs in the cluster, whose image would serve: {remedy}")
 
 
-async def _ended(api: KubeApi, path: str, seconds: float, say: Say) -> Pod:
+async def _ended(api: KubeApi, path: str, seconds: float, say: Say) -> ShownPod:
     """The pod once it has ended. Raises TrialFailed after `seconds`, or as soon as waiting is of no use."""
     last = ""
     with anyio.move_on_after(seconds):
         while True:
             try:
-                pod = msgspec.json.decode(await api.get(path), type=Pod)
+                pod = msgspec.json.decode(await api.get(path), type=ShownPod)
             except ApiUnavailable as error:
                 last = str(error)
                 await anyio.sleep(POLL_SECONDS)

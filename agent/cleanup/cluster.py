@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from agent.cleanup import request
-from agent.cleanup.request import CleanupFailed, CleanupRefused, Exchange, State
+from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupState, Exchange
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.pods import Pod
 from agent.cluster.reflector import Metadata
@@ -210,11 +210,11 @@ class ClusterCleanup:
         report = exchange.report
         if report is None or report.id != self._id:
             return False
-        if report.state is State.REFUSED:
+        if report.state is CleanupState.REFUSED:
             raise CleanupRefused(f"node {node}: {report.message}")
-        if report.state is State.FAILED:
+        if report.state is CleanupState.FAILED:
             self.problems[node] = report.message
-        return report.state is State.CLEAN
+        return report.state is CleanupState.CLEAN
 
     async def _annotate(self, node: str, annotations: Mapping[str, str | None]) -> None:
         await self.api.merge_patch(_path(node), {"metadata": {"annotations": dict(annotations)}})

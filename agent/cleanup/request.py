@@ -12,6 +12,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from agent.model.pod_names import pods_counted
+
 REQUEST = "gpu-node-agent.io/cleanup"
 REPORT = "gpu-node-agent.io/cleanup-report"
 # No request keeps an agent from its work for longer: one that names a later end is none, or it would be in
@@ -25,7 +27,7 @@ EPOCH = datetime.fromtimestamp(0, UTC)
 T = TypeVar("T")
 
 
-class State(StrEnum):
+class CleanupState(StrEnum):
     """The outcome of a request on one node."""
 
     CLEAN = "clean"
@@ -36,16 +38,16 @@ class State(StrEnum):
 class CleanupFailed(Exception):
     """A clean-up failed and may be tried again; the text names cause and remedy."""
 
-    state = State.FAILED
+    state = CleanupState.FAILED
 
 
 class CleanupRefused(CleanupFailed):
     """Pods prevent the clean-up: it cannot succeed before they have ended."""
 
-    state = State.REFUSED
+    state = CleanupState.REFUSED
 
 
-class Request(msgspec.Struct, frozen=True):
+class CleanupRequest(msgspec.Struct, frozen=True):
     """`until`: when it ends; a time in the past takes the request back."""
 
     id: str
@@ -57,11 +59,11 @@ class Request(msgspec.Struct, frozen=True):
         return left if left <= LONGEST_SECONDS else 0.0
 
 
-class Report(msgspec.Struct, frozen=True):
+class CleanupReport(msgspec.Struct, frozen=True):
     """The answer to the request of the same ID."""
 
     id: str
-    state: State
+    state: CleanupState
     message: str = ""
 
 
@@ -69,32 +71,33 @@ class Report(msgspec.Struct, frozen=True):
 class Exchange:
     """Both annotations of a node; one that cannot be read counts as none."""
 
-    request: Request | None = None
-    report: Report | None = None
+    request: CleanupRequest | None = None
+    report: CleanupReport | None = None
     present: bool = False  # at least one of them is there, readable or not
 
     @classmethod
     def of(cls, annotations: Mapping[str, str]) -> "Exchange":
         return cls(
-            _read(annotations.get(REQUEST), Request),
-            _read(annotations.get(REPORT), Report),
+            _read(annotations.get(REQUEST), CleanupRequest),
+            _read(annotations.get(REPORT), CleanupReport),
             REQUEST in annotations or REPORT in annotations,
         )
 
 
 def asking(request_id: str, now: datetime, seconds: float) -> dict[str, str | None]:
     """Annotations of a request that ends in `seconds`; an earlier one's report goes."""
-    return _request(Request(request_id, now + timedelta(seconds=seconds)))
+    return _request(CleanupRequest(request_id, now + timedelta(seconds=seconds)))
 
 
 def taking_back(request_id: str) -> dict[str, str | None]:
     """Annotations that end a request at once, whatever the clocks say."""
-    return _request(Request(request_id, EPOCH))
+    return _request(CleanupRequest(request_id, EPOCH))
 
 
-def answering(report: Report) -> dict[str, str]:
+def answering(report: CleanupReport) -> dict[str, str]:
     """The annotation of an answer."""
-    short = msgspec.structs.replace(report, message=report.message[:LONGEST_MESSAGE])
+    # Everybody who may get nodes reads it: it counts pods and names none.
+    short = msgspec.structs.replace(report, message=pods_counted(report.message)[:LONGEST_MESSAGE])
     return {REPORT: msgspec.json.encode(short).decode()}
 
 
@@ -102,7 +105,7 @@ NOTHING: Mapping[str, str | None] = {REQUEST: None, REPORT: None}
 """Removes both annotations."""
 
 
-def _request(request: Request) -> dict[str, str | None]:
+def _request(request: CleanupRequest) -> dict[str, str | None]:
     return {REQUEST: msgspec.json.encode(request).decode(), REPORT: None}
 
 

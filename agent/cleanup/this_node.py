@@ -7,39 +7,30 @@ from collections.abc import AsyncIterator, Collection
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 import structlog
 
-from agent.cdi import memory_limits, specification
-from agent.cdi.hook import FOLDER as BIN
 from agent.cleanup.request import CleanupFailed, CleanupRefused
-from agent.isolation.folders import FOLDER as LIMITS
-from agent.isolation.library import FOLDER as LIBRARIES
+from agent.cluster.api import ApiError, KubeApi
+from agent.cluster.pods import PodCache
+from agent.holdings.holdings import HoldingsWatch, holders_by_gpu
+from agent.injection import specification
+from agent.injection.hook import FOLDER as BIN
 from agent.kit import trees
 from agent.kit.lock import Taken, exclusive
-from agent.kubelet.holdings import HoldingsWatch, holders_by_gpu
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
-from agent.mps import processes, shared_memory
-from agent.mps.binary import Program, find, find_any
-from agent.mps.compute_mode import RECORD, ComputeModes, NvmlComputeModes
-from agent.mps.daemon import Daemon
-from agent.mps.daemon_parts import Options
-from agent.mps.daemon_status import EventReason
-from agent.mps.directories import Directories
+from agent.mps import leaving
 from agent.mps.mps_errors import MpsError
-from agent.nvml.nvml_errors import NvmlError
+from agent.node.forget import forget
 from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import WorkerThread
-from agent.plugins import shares_cdi
+from agent.pairing.cluster_pods import ClusterPods
 from agent.settings import Settings
-
-if TYPE_CHECKING:
-    from agent.cluster.api import KubeApi
-    from agent.cluster.pods import PodCache
+from agent.vgpu import memory_limits
+from agent.vgpu.folders import FOLDER as LIMITS
+from agent.vgpu.library import FOLDER as LIBRARIES
 
 log = structlog.get_logger()
 
@@ -69,7 +60,7 @@ async def without_agent(settings: Settings, wait_seconds: float) -> AsyncIterato
         lock.__exit__(None, None, None)
 
 
-async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozenset[str]:
+async def refuse_holders(settings: Settings, known: PodCache | None) -> frozenset[str]:
     """Raise CleanupRefused while pods of this node hold MPS shares: their work would end with the daemons.
 
     Answers the pods that hold GPUs otherwise: these run on, and need our CDI specification to start again.
@@ -81,8 +72,6 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozen
     client = PodResources(Path(settings.kubelet.root))
     record = HoldingsWatch(client, settings.device_plugins_folder if known else None)
     if known:
-        from agent.pairing.cluster_pods import ClusterPods  # noqa: PLC0415  loads the API client
-
         record.view = ClusterPods(known).view
         with anyio.move_on_after(SYNC_SECONDS):
             while not record.view().complete:
@@ -108,42 +97,10 @@ async def refuse_holders(settings: Settings, known: "PodCache | None") -> frozen
 
 async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
     """End every MPS daemon of the agent's and give its GPU back. Raises CleanupFailed."""
-    left = await anyio.to_thread.run_sync(_daemon_folders, Path(settings.host.run))
-    if not left:
-        return
-    thread = WorkerThread("cleanup")
     try:
-        program = await anyio.to_thread.run_sync(_program, settings)
-        compute = ComputeModes()
-        # It may have been set before the configuration said otherwise.
-        if settings.mps.exclusive_process or await anyio.to_thread.run_sync(_any_record, left):
-            await thread.run(nvml.open, deadline=30.0)
-            compute = NvmlComputeModes(nvml, thread)
-        options = Options(cgroups=Path(settings.host.cgroups), quit_seconds=settings.mps.quit_seconds)
-        problems = {}
-        for folders in left:
-            daemon = Daemon(folders.root.name, program, folders, compute, _no_report, options)
-            problems[folders] = await daemon.stop()
-    except (MpsError, NvmlError) as error:
-        raise CleanupFailed(f"MPS daemons cannot be stopped: {error}") from error
-    finally:
-        thread.close()
-    for folders, problem in problems.items():
-        running = await anyio.to_thread.run_sync(processes.daemons, folders.pipe)
-        if problem or running or folders.existing():
-            raise CleanupFailed(
-                f"the MPS daemon in {folders.root} could not be stopped: {problem or 'it is still there'}"
-            )
-
-
-def _any_record(left: list[Directories]) -> bool:
-    return any((each.root / RECORD).exists() for each in left)
-
-
-def _program(settings: Settings) -> Program:
-    """The control program; none that can be run, where there is none: daemons are ended by signals then."""
-    explicit = settings.mps.control_program
-    return find_any(lambda: find(Path(settings.driver.root), Path(explicit) if explicit else None))
+        await leaving.stop_daemons(settings, nvml)
+    except MpsError as error:
+        raise CleanupFailed(str(error)) from error
 
 
 def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> bool:
@@ -161,12 +118,11 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
     try:
         for socket in (Path(settings.kubelet.root) / "plugins_registry").glob(SOCKETS):
             socket.unlink(missing_ok=True)
-        for file in (folder / shares_cdi.FILE, *(() if kept else (gpus, memory))):
+        for file in () if kept else (gpus, memory):
             # The folder may be read-only where there is nothing of ours.
             if file.exists():
                 file.unlink()
-        for root in (run / "mps").glob("*"):  # an agent that was gone back to left it where it was
-            shared_memory.release_logs(Directories(root).log)
+        leaving.remove_files(settings)
         for root, names in stay.items():
             if root.is_dir():
                 _empty(root, {LOCK, *names} if kept else {LOCK})
@@ -179,11 +135,8 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
     return not kept
 
 
-async def forget_node(api: "KubeApi", name: str, keep: Collection[str] = ()) -> None:
+async def forget_node(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
     """Remove the agent's entries of the Node object but annotations in `keep`. Raises CleanupFailed."""
-    from agent.cluster.api import ApiError  # noqa: PLC0415  loads the API client
-    from agent.node.forget import forget  # noqa: PLC0415
-
     try:
         await forget(api, name, keep)
     except ApiError as error:
@@ -199,18 +152,3 @@ def _empty(root: Path, kept: AbstractSet[str]) -> None:
                     trees.remove(descriptor, entry.name)
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, str(entry)) from error
-
-
-def _daemon_folders(run: Path) -> list[Directories]:
-    folder = run / "mps"
-    if not folder.is_dir():
-        return []
-    return [
-        found
-        for entry in sorted(folder.iterdir())
-        if entry.is_dir() and (found := Directories(entry)).existing()
-    ]
-
-
-def _no_report(kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()) -> None:
-    """Events are for running agents."""

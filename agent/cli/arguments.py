@@ -9,7 +9,6 @@ from typing import Any
 from agent import settings
 from agent.kit.supervise import FatalError
 from agent.nvml.port import NvmlPort
-from agent.status.table import parse_duration
 
 Commands = Any  # argparse's action for subcommands, whose type has no public name
 
@@ -92,8 +91,9 @@ def namespace(text: str) -> str:
 
 
 def duration(text: str) -> float:
-    """Seconds of 90s, 10m or 2h, as a type of an argument."""
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    """Seconds of 90s, 10m, 2h or of a plain number, as a type of an argument."""
+    factor = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
+    number = text[:-1] if factor else text
+    if not number.replace(".", "", 1).isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 90s, 10m or 2h")
+    return float(number) * (factor or 1)

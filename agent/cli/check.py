@@ -13,9 +13,10 @@ import anyio
 
 from agent.cli.arguments import add_configuration, add_kubeconfig, kubeconfig, load, nvml_of
 from agent.cli.output import Document, add_output, formatted
-from agent.cli.running import until_interrupted
+from agent.cli.running import in_cluster
 from agent.model import compat, cuda
 from agent.model.modes import OFFERED_MODES
+from agent.nvml.nvml_errors import NvmlError
 
 CODES = {cuda.Level.ALLOWED: 0, cuda.Level.UNSTABLE: 3, cuda.Level.BLOCKED: 1}
 
@@ -83,16 +84,16 @@ def _driver(text: str) -> cuda.DriverFacts:
 
 
 def _configmaps(options: argparse.Namespace) -> int:
-    from agent.check import configmap_sources, configmaps  # noqa: PLC0415  not needed by the agent itself
+    from agent.check import configmaps  # noqa: PLC0415  loads the API client
 
     if not options.paths and not options.cluster:
         print("name files or folders, or give --cluster", file=sys.stderr)
         return 2
     try:
-        found = configmap_sources.from_files(options.paths)
+        found = configmaps.from_files(options.paths)
         if options.cluster:
-            found += configmap_sources.from_cluster(kubeconfig(options))
-    except configmap_sources.Unreadable as error:
+            found += configmaps.from_cluster(kubeconfig(options))
+    except configmaps.SourceUnreadable as error:
         print(error, file=sys.stderr)
         return 2
     faults = [str(fault) for fault in configmaps.faults(found)]
@@ -103,8 +104,6 @@ def _configmaps(options: argparse.Namespace) -> int:
 
 
 def _compat(options: argparse.Namespace) -> int:
-    from agent.nvml.nvml_errors import NvmlError  # noqa: PLC0415  not needed by the agent itself
-
     settings = load(options)
     driver: cuda.DriverFacts | None = options.driver
     if driver is None:
@@ -144,8 +143,9 @@ def _compat_text(document: Document) -> str:
 
 def _node(options: argparse.Namespace) -> int:
     from agent.check.host import host_of  # noqa: PLC0415  not needed by the agent itself
-    from agent.check.look import Grade, verdict  # noqa: PLC0415
+    from agent.check.look import verdict  # noqa: PLC0415
     from agent.check.node_check import look, observe  # noqa: PLC0415
+    from agent.model.look import Severity  # noqa: PLC0415
 
     settings = load(options)
     root: Path | None = options.host_root
@@ -167,24 +167,14 @@ def _node(options: argparse.Namespace) -> int:
     }
     print(formatted(document, options, lambda _: result.text))
     if options.summary:
-        worse = [each.line() for each in looks if each.grade is not Grade.OK]
+        worse = [each.line() for each in looks if each.grade is not Severity.OK]
         options.summary.write_text("\n".join([*worse, result.text]), encoding="utf-8")
     return result.code
 
 
 def _nodes(options: argparse.Namespace) -> int:
-    async def act() -> int:
-        from agent.check.collecting import collect  # noqa: PLC0415  loads the API client
-        from agent.cluster.api import ApiError, connect  # noqa: PLC0415
-        from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+    from agent.check.collecting import collect  # noqa: PLC0415  loads the API client
 
-        say = partial(print, flush=True)
-        try:
-            async with await connect(None) as api:
-                return await collect(api, options.namespace, options.daemonset, options.timeout, say)
-        except (NoClusterAccess, ApiError) as error:
-            print(error, file=sys.stderr)
-            return 1
-
-    code = anyio.run(until_interrupted, act)
-    return 130 if code is None else code
+    say = partial(print, flush=True)
+    where = (options.namespace, options.daemonset)
+    return in_cluster(None, lambda api: collect(api, *where, options.timeout, say))

@@ -18,7 +18,7 @@ from agent.kit import logs
 from agent.settings import Settings
 
 if TYPE_CHECKING:
-    from agent.app.parts import ClusterAccess
+    from agent.cluster.reach import ClusterAccess
 
 
 def add_commands(commands: Commands) -> None:
@@ -82,7 +82,7 @@ def _node(settings: Settings, wait: float) -> int:
 @asynccontextmanager
 async def _cluster_access(settings: Settings) -> AsyncIterator["ClusterAccess | None"]:
     """None: the configuration knows no way to the API server. Raises FatalError."""
-    from agent.app.build_cluster import reach_cluster  # noqa: PLC0415  as above
+    from agent.cluster.reach import reach_cluster  # noqa: PLC0415  as above
 
     access = await reach_cluster(settings)
     if access is None:

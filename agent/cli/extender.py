@@ -15,7 +15,7 @@ from agent.cli.running import exit_code
 from agent.kit import logs
 
 if TYPE_CHECKING:
-    from agent.extender.settings import Settings
+    from agent.extender.settings import ExtenderSettings
 
 log = structlog.get_logger()
 
@@ -42,7 +42,7 @@ def _extender(options: argparse.Namespace) -> int:
     return exit_code("extender_failed", _serve, loaded)
 
 
-async def _serve(loaded: "Settings") -> None:
+async def _serve(loaded: "ExtenderSettings") -> None:
     from agent.extender.app import running  # noqa: PLC0415  as above
 
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import yaml
+
 COLUMNS, ROWS = 100, 24  # where there is no terminal
 FEWEST_COLUMNS = 60
 WATCH_SECONDS = 2.0
@@ -36,8 +38,6 @@ def formatted(document: Document, options: argparse.Namespace, render: Render) -
         # One line each where documents follow one another.
         return json.dumps(document, indent=None if getattr(options, "watch", False) else 2)
     if kind == "yaml":
-        import yaml  # noqa: PLC0415  the agent's own start needs none of this
-
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip("\n")
         return f"---\n{text}" if getattr(options, "watch", False) else text
     return render(document)

@@ -1,14 +1,22 @@
 """Running the asynchronous part of a command: until an error ends it, or until a signal does."""
 
 import signal
+import sys
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, TypeVarTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import anyio
+import msgspec
 import structlog
 
 from agent.kit.descriptors import raise_limit
 from agent.kit.supervise import FatalError, describe
+
+if TYPE_CHECKING:
+    from agent.cluster.api import KubeApi
+
+INTERRUPTED = 130  # the exit code
 
 log = structlog.get_logger()
 
@@ -54,3 +62,25 @@ async def until_interrupted(act: Callable[[], Awaitable[T]]) -> T | None:
                 result = await act()
             group.cancel_scope.cancel()
     return result
+
+
+def in_cluster(kubeconfig: Path | None, act: "Callable[[KubeApi], Awaitable[int]]", remedy: str = "") -> int:
+    """Run it with a connection to the API server, until a signal; its exit code.
+
+    1 after a line that says what failed; `remedy`: its end where there is no way to the API server.
+    """
+    from agent.cluster.api import ApiError, connect  # noqa: PLC0415  loads the API client
+    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
+
+    async def connected() -> int:
+        try:
+            async with await connect(kubeconfig) as api:
+                return await act(api)
+        except NoClusterAccess as error:
+            print(f"{error}{remedy}", file=sys.stderr)
+        except (ApiError, msgspec.DecodeError) as error:
+            print(error, file=sys.stderr)
+        return 1
+
+    code = anyio.run(until_interrupted, connected)
+    return INTERRUPTED if code is None else code

@@ -24,7 +24,7 @@ from agent.settings import Settings
 
 if TYPE_CHECKING:
     from agent.app.reload import Reloader
-    from agent.cleanup.request import Request
+    from agent.cleanup.request import CleanupRequest
 
 # A stop that takes longer is ended the hard way, before the kubelet does so: the chart gives 10 s.
 STOP_SECONDS = 9.5
@@ -59,7 +59,7 @@ async def _serve(loaded: Settings, start: Start) -> None:
             while not stop.is_set():
                 left = await _in_service(loaded, start, stop, hangups)
                 if left and not stop.is_set():
-                    from agent.cleanup.standby import stand_by  # noqa: PLC0415  for the rare clean-up only
+                    from agent.cleanup.on_request import stand_by  # noqa: PLC0415  loads the API client
 
                     await stand_by(loaded, await anyio.to_thread.run_sync(start.nvml, loaded), *left, stop)
                     loaded = await anyio.to_thread.run_sync(start.load)
@@ -68,13 +68,13 @@ async def _serve(loaded: Settings, start: Start) -> None:
 
 async def _in_service(
     loaded: Settings, start: Start, stop: anyio.Event, hangups: Cell[int]
-) -> "tuple[str, Request] | None":
+) -> "tuple[str, CleanupRequest] | None":
     """Serve until `stop` (None), or until a clean-up is asked for: the node's name, and the request."""
     # `check` and `version` answer without loading the agent.
     from agent.app import run as app  # noqa: PLC0415
     from agent.app.reload import Reloader  # noqa: PLC0415
 
-    left: tuple[str, Request] | None = None
+    left: tuple[str, CleanupRequest] | None = None
     deadlines: list[threading.Timer] = []
 
     def end_within(seconds: float) -> None:

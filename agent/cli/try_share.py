@@ -6,19 +6,15 @@ Exit codes: 0 the container saw its share, 1 it did not or it could not be tried
 
 import argparse
 import sys
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
-import anyio
-
 from agent.cli.arguments import Commands, add_kubeconfig, duration, kubeconfig, namespace
-from agent.cli.running import until_interrupted
+from agent.cli.running import INTERRUPTED, in_cluster
 from agent.model.modes import OFFERED_MODES, Mode
 
 if TYPE_CHECKING:
-    from agent.check.share_pod import TrialOptions
-
-INTERRUPTED = 130
+    from agent.cluster.api import KubeApi
 
 
 def add_commands(commands: Commands) -> None:
@@ -50,6 +46,7 @@ def _try(options: argparse.Namespace) -> int:
             print(line, flush=True)
         return 0
     from agent.check.share_pod import TrialOptions  # noqa: PLC0415  as above
+    from agent.check.trial import TrialFailed, attempt  # noqa: PLC0415  loads the API client
 
     chosen = TrialOptions(
         Mode(options.mode) if options.mode else None,
@@ -60,31 +57,15 @@ def _try(options: argparse.Namespace) -> int:
         options.timeout,
     )
 
-    config = kubeconfig(options)
+    async def act(api: "KubeApi") -> int:
+        try:
+            await attempt(api, chosen, partial(print, flush=True))
+        except TrialFailed as error:
+            print(error, file=sys.stderr)
+            return 1
+        return 0
 
-    async def act() -> int:
-        return await _attempt(chosen, config)
-
-    code = anyio.run(until_interrupted, act)
-    if code is None:
+    code = in_cluster(kubeconfig(options), act, remedy="; name a kubeconfig with --kubeconfig")
+    if code == INTERRUPTED:
         print("interrupted", file=sys.stderr)
-    return INTERRUPTED if code is None else code
-
-
-async def _attempt(chosen: "TrialOptions", config: Path | None) -> int:
-    import msgspec  # noqa: PLC0415  as above
-
-    from agent.check.trial import TrialFailed, attempt  # noqa: PLC0415  loads the API client
-    from agent.cluster.api import ApiError, connect  # noqa: PLC0415
-    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
-
-    try:
-        async with await connect(config) as api:
-            await attempt(api, chosen, lambda line: print(line, flush=True))
-    except NoClusterAccess as error:
-        print(f"{error}; name a kubeconfig with --kubeconfig", file=sys.stderr)
-        return 1
-    except (TrialFailed, ApiError, msgspec.DecodeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return code

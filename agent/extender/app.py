@@ -16,15 +16,13 @@ from agent.cluster.api import KubeApi, connect
 from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
-from agent.extender.certificates import AllowedNames
 from agent.extender.fleet import Fleet
-from agent.extender.handlers import ServingState, Verbs
-from agent.extender.lease import NAMESPACE_FILE, Election
+from agent.extender.handlers import AllowedNames, ServingState, Verbs
+from agent.extender.lease import NAMESPACE_FILE, Election, ServingLabel
 from agent.extender.ledger_sync import LedgerSync
-from agent.extender.metrics import LedgerFigures, Metrics
+from agent.extender.metrics import ExtenderMetrics, LedgerFigures
 from agent.extender.pending_pods import PendingPods
-from agent.extender.serving_label import ServingLabel
-from agent.extender.settings import Settings
+from agent.extender.settings import ExtenderSettings
 from agent.extender.verdicts import Verdicts
 from agent.kit.supervise import FatalError, Supervisor
 from agent.model.fragmentation import Mix
@@ -50,11 +48,11 @@ TLS_LIMITS = ConnectionLimits(
 
 
 class Extender:
-    def __init__(self, settings: Settings, api: KubeApi, namespace: str) -> None:
+    def __init__(self, settings: ExtenderSettings, api: KubeApi, namespace: str) -> None:
         self._settings = settings
         self._api = api
         self.supervisor = Supervisor()
-        self.metrics = Metrics()
+        self.metrics = ExtenderMetrics()
         self.http = HttpServer(settings.http.address, settings.http.port, limits=PLAIN_LIMITS)
         self.https: HttpServer | None = None
         self.certificates: Certificates | None = None
@@ -64,9 +62,13 @@ class Extender:
             ServingLabel(api, settings.serving, pod, namespace, lambda: self.election.holds) if pod else None
         )
         self.sync: LedgerSync | None = None
-        self.fleet: Fleet | None = None
         self._serving: ServingState | None = None
         self.stopping = False
+
+    @property
+    def fleet(self) -> Fleet | None:
+        """The ledger; None: not leader."""
+        return self.sync.fleet if self.sync else None
 
     @property
     def serving(self) -> ServingState | None:
@@ -92,7 +94,7 @@ class Extender:
         return ["the extender is stopping"] if self.stopping else [stalled] if stalled else []
 
     async def follow(self) -> None:
-        """Build a ledger with each lease and drop it with its end, for ever."""
+        """Build a ledger with each lease and drop it with its end, until cancelled."""
         leading = self.election.leading
         while True:
             await leading.wait_for(bool)
@@ -108,7 +110,6 @@ class Extender:
         try:
             # In the lists from here on stands all that a former leader bound: its last write is over.
             self.sync = LedgerSync(self._api, fleet, self.supervisor, self.metrics.expired.inc)
-            self.fleet = fleet
             binder = Binder(
                 self._api,
                 fleet,
@@ -125,20 +126,13 @@ class Extender:
             )
             self._serving = ServingState(verdicts, binder, lambda: pending.problem)
             async with anyio.create_task_group() as group:
-                group.start_soon(self._log_completeness, self.sync, fleet)
+                group.start_soon(_log_completeness, self.sync)
                 if self._label:
                     group.start_soon(self._label.keep, self.sync.complete)
                 group.start_soon(pending.run)
                 await self.sync.run()
         finally:
-            self.sync = self.fleet = self._serving = None
-
-    async def _log_completeness(self, sync: LedgerSync, fleet: Fleet) -> None:
-        while True:
-            await sync.complete.wait_for(bool)
-            log.info("ledger_complete", nodes=sum(1 for _ in fleet.names), pods=fleet.pods)
-            await sync.complete.wait_for(lambda complete: not complete)
-            log.warning("ledger_incomplete", problem=sync.waits_for)
+            self.sync = self._serving = None
 
     def add_routes(self) -> None:
         """Probes and metrics, and the verbs where they are wanted."""
@@ -156,16 +150,24 @@ class Extender:
         blockers = self.blockers()
         return Reply.text("\n".join(blockers) or "serving", 503 if blockers else 200)
 
-    async def _metrics_page(self, request: HttpRequest) -> Reply:
+    async def _metrics_page(self, _: HttpRequest) -> Reply:
         self.metrics.leader.set(self.election.holds)
         self.metrics.ready.set(not self.blockers())
-        fleet, sync = self.fleet, self.sync
-        figures = await _ledger_figures(fleet, sync) if fleet and sync and self.election.holds else None
-        return await self.metrics.reply(request, figures)
+        figures = await _ledger_figures(self.sync) if self.sync and self.election.holds else None
+        return await self.metrics.reply(figures)
 
 
-async def _ledger_figures(fleet: Fleet, sync: LedgerSync) -> LedgerFigures:
-    names = list(fleet.names)
+async def _log_completeness(sync: LedgerSync) -> None:
+    while True:
+        await sync.complete.wait_for(bool)
+        log.info("ledger_complete", nodes=len(sync.fleet.nodes), pods=sync.fleet.pods)
+        await sync.complete.wait_for(lambda complete: not complete)
+        log.warning("ledger_incomplete", problem=sync.waits_for)
+
+
+async def _ledger_figures(sync: LedgerSync) -> LedgerFigures:
+    fleet = sync.fleet
+    names = list(fleet.nodes)
     held = there = 0
     for start in range(0, len(names), NODES_AT_ONCE):
         # Others run in between: after a start each node's free capacity is worked out for the first time.
@@ -174,17 +176,19 @@ async def _ledger_figures(fleet: Fleet, sync: LedgerSync) -> LedgerFigures:
         held, there = held + some[0], there + some[1]
     return LedgerFigures(
         nodes=len(names),
-        nodes_without_inventory=fleet.without_inventory,
-        nodes_bad_inventory=len(sync.problems),
+        nodes_without_inventory=sum(
+            bool(node.totals) and node.inventory is None for node in fleet.nodes.values()
+        ),
+        nodes_bad_inventory=sum(bool(node.problem) for node in fleet.nodes.values()),
         pods=fleet.pods,
         assumed_pods=fleet.waiting,
         sold_ratio=held / there if there else None,
-        watch_ages=sync.ages,
+        watch_age_seconds=sync.ages,
     )
 
 
 @asynccontextmanager
-async def running(settings: Settings, connected: KubeApi | None = None) -> AsyncIterator[Extender]:
+async def running(settings: ExtenderSettings, connected: KubeApi | None = None) -> AsyncIterator[Extender]:
     """Serve while the context is open. Raises FatalError; a fatal task that fails leaves as a group.
 
     `connected`: a way to the API server; None: as configured.
@@ -233,14 +237,14 @@ async def _serve(extender: Extender, name: str, server: HttpServer, *, task_stat
     await extender.supervisor.fatal(name, partial(server.serve, task_status=task_status))
 
 
-async def _connect(settings: Settings) -> KubeApi:
+async def _connect(settings: ExtenderSettings) -> KubeApi:
     try:
         return await connect(Path(settings.cluster.kubeconfig) if settings.cluster.kubeconfig else None)
     except NoClusterAccess as error:
         raise FatalError(f"the extender needs the Kubernetes API: {error}") from error
 
 
-def _namespace(settings: Settings) -> str:
+def _namespace(settings: ExtenderSettings) -> str:
     if settings.lease.namespace:
         return settings.lease.namespace
     try:

@@ -15,18 +15,17 @@ from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim
 from agent.extender.gangs import Gangs
-from agent.extender.objects import as_model, decode_pod, demand_for
-from agent.extender.pod_demand import PodDemand, annotations_of
-from agent.extender.scheduler_protocol import Binding
-from agent.model.demand import Impossible, Pod
+from agent.extender.objects import WatchedPod, as_model, decode_pod
+from agent.extender.pod_demand import PodDemand, annotations_of, pod_demand
+from agent.extender.scheduler_protocol import BindingArgs
+from agent.model.demand import Impossible
 from agent.model.placement import HINT_NODE, HINT_TIME, PlacementPolicy, policy_of
 
 log = structlog.get_logger()
 
 CONFLICT = 409
-BIND_SECONDS = (
-    4.0  # less than the time between losing and giving up a lease: no late write of a former leader
-)
+# Less than the time between losing and giving up a lease: no late write of a former leader.
+BIND_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +57,14 @@ class Binder:
         self._policy = policy
         self._seconds = assume_seconds
         self._holds = holds
-        self._open: dict[str, tuple[str, PodClaim]] = {}  # written, and no answer came
+        self._open: set[str] = set()  # pods whose choice was written, and no answer came
 
-    def request(self, pod: Pod) -> PodRequest:
-        """The demand of a pod. Raises Impossible."""
-        return PodRequest(demand_for(pod), policy_of(pod, self._policy))
+    def request(self, pod: WatchedPod) -> PodRequest:
+        """Raises Impossible."""
+        model = as_model(pod)
+        return PodRequest(pod_demand(model), policy_of(model, self._policy))
 
-    async def bind(self, binding: Binding) -> None:
+    async def bind(self, binding: BindingArgs) -> None:
         """Raises NotBound."""
         request = await self._read(binding)
         # From here to `assume` nothing waits: no other binding can take the same units.
@@ -76,18 +76,19 @@ class Binder:
             raise NotBound("this extender is not the leader any more; try again")
         self._fleet.assume(binding.pod_uid, binding.node, claim, anyio.current_time() + self._seconds)
         # Until the answer is here it may have been done: also when the caller hangs up meanwhile.
-        self._open[binding.pod_uid] = (binding.node, claim)
+        self._open.add(binding.pod_uid)
         try:
             await self._write(binding, annotations)
         except ApiRefused as error:
             # It was looked at and not done. But a conflict may say that the pod is bound, by a write whose
             # answer was lost: its units count until the watch or the deadline says otherwise.
             if error.status < 500 and error.status != CONFLICT:
-                self._forget(binding.pod_uid)
+                self._open.discard(binding.pod_uid)
+                self._fleet.forget(binding.pod_uid)
             raise NotBound(str(error)) from error
         except ApiError as error:
             raise NotBound(str(error)) from error
-        self._open.pop(binding.pod_uid, None)
+        self._open.discard(binding.pod_uid)
         log.info(
             "pod_bound",
             pod=binding.pod,
@@ -95,17 +96,16 @@ class Binder:
             gpu=";".join(",".join(map(str, one)) for one in claim.chosen or ()),
         )
 
-    def _claim(self, binding: Binding, request: PodRequest) -> PodClaim:
+    def _claim(self, binding: BindingArgs, request: PodRequest) -> PodClaim:
         uid = binding.pod_uid
-        self._open = {one: written for one, written in self._open.items() if self._fleet.where(one)}
+        self._open = {one for one in self._open if self._fleet.assumed(one)}
         if kept := self.gangs.take(uid, binding.node, request.demand):
             return kept
         if where := self._fleet.where(uid):
-            former = self._open.get(uid)
-            if where != binding.node or former is None or former[0] != where:
+            former = self._fleet.assumed(uid)
+            if uid not in self._open or former is None or former.node != binding.node:
                 raise NotBound(f"the pod is bound to {where}, or about to be; nothing was done")
-            return former[1]  # the same once more: the first write may have been lost
-        self._open.pop(uid, None)
+            return former.claim  # the same once more: the first write may have been lost
         claim = self.choose(binding.node, request, binding.pod)
         if claim is None:
             reason = self._fleet.verdict(binding.node, request.demand)
@@ -120,11 +120,7 @@ class Binder:
         chosen = found.chosen if self._fleet.inventory(node) else None
         return PodClaim(request.demand, chosen=chosen, name=name)
 
-    def _forget(self, uid: str) -> None:
-        self._open.pop(uid, None)
-        self._fleet.forget(uid)
-
-    async def _read(self, binding: Binding) -> PodRequest:
+    async def _read(self, binding: BindingArgs) -> PodRequest:
         # The pod in filter's request is the caller's word; a pod is bound by the API server's copy.
         path = f"/api/v1/namespaces/{binding.pod_namespace}/pods/{binding.pod_name}"
         try:
@@ -134,14 +130,14 @@ class Binder:
         if pod.metadata.uid != binding.pod_uid:
             raise NotBound("there is another pod of that name by now; nothing was done")
         try:
-            request = self.request(as_model(pod))
+            request = self.request(pod)
         except Impossible as error:
             raise NotBound(str(error)) from error
         if request.demand.nothing:
             raise NotBound("the pod asks for no GPU: kube-scheduler binds it by itself; see managedResources")
         return request
 
-    async def _write(self, binding: Binding, annotations: dict[str, str]) -> None:
+    async def _write(self, binding: BindingArgs, annotations: dict[str, str]) -> None:
         body = {
             "apiVersion": "v1",
             "kind": "Binding",

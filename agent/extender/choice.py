@@ -4,18 +4,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agent.extender.free_capacity import FreeCapacity, ModeCapacity, Summary
-from agent.extender.packing import After, Ordering, Work, fullest_first, pack
+from agent.extender.packing import After, Ordering, SearchWork, fullest_first, pack
 from agent.extender.pod_demand import Chosen, PodDemand, Slot
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.free_gpu import FreeGpu
 from agent.model.modes import PAIRS
+from agent.model.node_inventory import NodeInventory
 from agent.model.placement import PlacementPolicy, order, unusable
 from agent.model.topology import Topology
 
 # Lower is better; compared between nodes of one cluster under one policy.
 Worth = tuple[float, ...]
 Key = Callable[[FreeGpu], tuple[float, ...]]
+# A share that opens a GPU takes it from those who need a whole one: worse than any remainder.
+UNTOUCHED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,12 @@ class Picked:
 
 
 def pick(
-    free: FreeCapacity, demand: PodDemand, policy: PlacementPolicy, mix: Mix, topology: Topology, work: Work
+    free: FreeCapacity,
+    demand: PodDemand,
+    policy: PlacementPolicy,
+    mix: Mix,
+    topology: Topology,
+    work: SearchWork,
 ) -> Picked | None:
     """A choice for all slots at once; None exactly where the demand does not fit."""
     if demand.gpus > free.units:
@@ -45,14 +53,22 @@ def pick(
 
 
 def judge(
-    free: FreeCapacity, demand: PodDemand, topology: Topology, work: Work, alike: dict[Summary, str]
+    free: FreeCapacity,
+    demand: PodDemand,
+    inventory: NodeInventory,
+    work: SearchWork,
+    alike: dict[Summary, str],
 ) -> str:
     """Why a demand does not fit; empty: it fits. `alike`: what was found for this demand so far."""
     summary = free.summary if len(demand.slots) == 1 and not demand.gpus else None
-    reason = "" if fits(free, demand, topology, work) else refusal(free, demand)
-    if summary is not None and _is_decided_by_widest(free.modes[0], demand.slots[0]):
-        alike[summary] = reason
-    return reason
+    if summary is None:
+        return refusal(free, demand, inventory, work)
+    found = alike.get(summary)
+    if found is None:
+        found = refusal(free, demand, inventory, work)
+        if _is_decided_by_widest(free.modes[0], demand.slots[0]):
+            alike[summary] = found
+    return found
 
 
 def _is_decided_by_widest(mode: ModeCapacity, slot: Slot) -> bool:
@@ -64,28 +80,6 @@ def _is_decided_by_widest(mode: ModeCapacity, slot: Slot) -> bool:
         or widest.cores < want.cores
         or widest.fits(want, slot.containers)
     )
-
-
-def fits(free: FreeCapacity, demand: PodDemand, topology: Topology, work: Work) -> bool:
-    if demand.gpus > free.units:
-        return False
-    slots = demand.slots
-    if len(slots) > 1:
-        return pack(free, slots, topology, fullest_first, work) is not None
-    return not slots or _fits_alone(free, slots[0])
-
-
-def _fits_alone(free: FreeCapacity, slot: Slot) -> bool:
-    mine = free.of(slot.mode)
-    if mine is None:
-        return False
-    want, widest = slot.demand, mine.widest
-    if want.whole:
-        return mine.untouched >= want.whole
-    if widest.cores < want.cores:
-        return False
-    # Where the one with the most cores lacks memory or clients, another may have them.
-    return widest.fits(want, slot.containers) or any(gpu.fits(want, slot.containers) for gpu in mine.gpus)
 
 
 def _worth(free: FreeCapacity, after: After, policy: PlacementPolicy, mix: Mix) -> Worth:
@@ -109,62 +103,57 @@ def _worth(free: FreeCapacity, after: After, policy: PlacementPolicy, mix: Mix) 
     return (left, node)
 
 
-# A share that opens a GPU takes it from those who need a whole one: worse than any remainder.
-UNTOUCHED = 1000
-
-
-def refusal(free: FreeCapacity, demand: PodDemand) -> str:
-    """Why a demand fits no choice of GPUs, in a few words."""
+def refusal(free: FreeCapacity, demand: PodDemand, inventory: NodeInventory, work: SearchWork) -> str:
+    """Why a demand fits no choice of GPUs, in a few words; empty: it fits."""
     if demand.gpus > free.units:
         return f"{free.units} of {demand.gpus} GPUs free" if free.all_units else "no GPU offered as pgpu"
+    slots = demand.slots
+    if len(slots) > 1 and pack(free, slots, inventory.topology, fullest_first, work) is not None:
+        return ""
     former = None
-    for slot in demand.slots:
+    for slot in slots:
         # Containers that ask for the same stand side by side.
         if (slot.mode, slot.demand) != former and (text := _slot_refusal(free, slot)):
             return text
         former = (slot.mode, slot.demand)
-    return f"room for each, not for all {len(demand.slots)} containers together"
+    return f"room for each, not for all {len(slots)} containers together" if len(slots) > 1 else ""
 
 
 def _slot_refusal(free: FreeCapacity, slot: Slot) -> str:
-    want = slot.demand
-    whole = want.whole
-    mode = free.of(slot.mode)
-    if mode and not free.out and not free.unknown:
-        # What most nodes of a full cluster answer, without a look at each GPU.
-        if whole and mode.untouched < whole:
-            return f"{mode.untouched} of {whole} GPUs wholly free"
-        if not whole and mode.widest.cores < want.cores:
-            return f"largest free share {mode.widest.cores} of {want.cores} cores"
-    mine = mode.gpus if mode else ()
+    """Why one slot alone fits on no GPU; empty: it fits."""
+    want, mode = slot.demand, free.of(slot.mode)
+    whole, untouched = want.whole, mode.untouched if mode else 0
+    if mode and (untouched >= whole if whole else _has_room(mode, slot)):
+        return ""
     blocked = [
         (gpu, why)
         for out_of, gpu, why in free.out
         if out_of is slot.mode and (gpu.untouched if whole else gpu.fits(want, slot.containers))
     ]
-    if whole:
-        untouched = mode.untouched if mode else 0
-        if untouched >= whole:
-            return ""
-        if untouched + len(blocked) >= whole:
-            return _blocked_by(blocked)
-    elif any(gpu.fits(want, slot.containers) for gpu in mine):
-        return ""
-    elif blocked:
+    if blocked and untouched + len(blocked) >= whole:
         return _blocked_by(blocked)
-    if not mine:
+    if mode is None:
         return f"no GPU offered as {PAIRS[slot.mode].name}"
     if free.unknown:
         return f"GPUs of {free.unknown} bound pod{'s' if free.unknown > 1 else ''} not known yet"
-    return f"{untouched} of {whole} GPUs wholly free" if whole else _share_refusal(mine, slot)
+    return f"{untouched} of {whole} GPUs wholly free" if whole else _share_refusal(mode, slot)
 
 
-def _share_refusal(mine: Sequence[FreeGpu], slot: Slot) -> str:
-    want = slot.demand
-    if want.cores > (most := max(gpu.cores for gpu in mine)):
-        return f"largest free share {most} of {want.cores} cores"
-    enough = [gpu for gpu in mine if gpu.cores >= want.cores]
-    if want.blocks > (most := max(gpu.blocks for gpu in enough)):
+def _has_room(mode: ModeCapacity, slot: Slot) -> bool:
+    """Whether one of the GPUs takes the share."""
+    want, widest = slot.demand, mode.widest
+    if widest.cores < want.cores:
+        return False
+    # Where the one with the most cores lacks memory or clients, another may have them.
+    return widest.fits(want, slot.containers) or any(gpu.fits(want, slot.containers) for gpu in mode.gpus)
+
+
+def _share_refusal(mode: ModeCapacity, slot: Slot) -> str:
+    want, widest = slot.demand, mode.widest
+    if want.cores > widest.cores:
+        return f"largest free share {widest.cores} of {want.cores} cores"
+    most = max(gpu.blocks for gpu in mode.gpus if gpu.cores >= want.cores)
+    if want.blocks > most:
         beside = f" beside {want.cores} cores" if want.cores else ""
         return f"largest free memory {most} of {want.blocks} blocks{beside}"
     return "MPS client ceiling reached on every GPU with room"

@@ -9,10 +9,10 @@ from typing import Any
 import anyio.lowlevel
 import msgspec
 
-from agent.extender.choice import fits
+from agent.extender.choice import refusal
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim, free_capacity
-from agent.extender.packing import Work
+from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import RESOURCES, PodDemand
 from agent.model.node_inventory import NodeInventory
 
@@ -87,7 +87,7 @@ async def victims_needed(
         if judged >= VICTIMS_AT_ONCE:
             await anyio.lowlevel.checkpoint()
             judged = 0
-        needed = still_needed(fleet, name, victims, demand, give_back=give_back)
+        needed = _still_needed(fleet, name, victims, demand, give_back=give_back)
         if needed:
             found[name] = needed
         judged += 1 + len(victims)
@@ -114,7 +114,7 @@ def would_have_to_go(
     return [claims[uid] for uid in _reprieved(inventory, claims, going[::-1], demand)]
 
 
-def still_needed(
+def _still_needed(
     fleet: Fleet, name: str, victims: Sequence[str], demand: PodDemand, *, give_back: bool
 ) -> Sequence[str] | None:
     """Those of a node's victims that must go, by UID; None: the demand does not fit without all of them.
@@ -146,7 +146,7 @@ def _fits_without(
     inventory: NodeInventory, claims: Mapping[str, PodClaim], going: Collection[str], demand: PodDemand
 ) -> bool:
     staying = (claim for uid, claim in claims.items() if uid not in going)
-    return fits(free_capacity(inventory, staying), demand, inventory.topology, Work())
+    return not refusal(free_capacity(inventory, staying), demand, inventory, SearchWork())
 
 
 def _size(claim: PodClaim) -> tuple[int, str]:

@@ -1,7 +1,6 @@
 """Explains why a pod waits or failed at admission, node by node; works without a running extender."""
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim
 from agent.extender.ledger_sync import BOUND
 from agent.extender.objects import (
-    NodeFacts,
     WatchedPod,
     as_model,
     asks_for_share,
     decode_pod,
-    demand_for,
     read_node,
     read_pod,
 )
-from agent.extender.pod_demand import PodDemand
+from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.model.demand import STATIC_PODS, Impossible
 
 LIST_SECONDS = 60.0
@@ -38,23 +35,6 @@ class CannotExplain(Exception):
 
 class _Page(msgspec.Struct):
     items: list[msgspec.Raw] = msgspec.field(default_factory=list)
-
-
-class _Ended(msgspec.Struct, rename="camel", frozen=True):
-    phase: str = ""
-    reason: str = ""
-    message: str = ""
-    container_statuses: list[msgspec.Raw] = msgspec.field(default_factory=list)
-    init_container_statuses: list[msgspec.Raw] = msgspec.field(default_factory=list)
-
-    @property
-    def refused(self) -> bool:
-        """Whether the kubelet refused the pod: it has failed, and no container of it was ever looked at."""
-        return self.phase == "Failed" and not (self.container_statuses or self.init_container_statuses)
-
-
-class _EndedPod(msgspec.Struct, frozen=True):
-    status: _Ended = _Ended()
 
 
 async def explained(namespace: str, name: str, kubeconfig: Path | None) -> dict[str, Any]:
@@ -72,87 +52,74 @@ async def explained(namespace: str, name: str, kubeconfig: Path | None) -> dict[
 
 async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:
     """Explain a pod over an open connection. Raises ApiError, msgspec.DecodeError."""
-    raw = await api.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
-    pod, ended = decode_pod(raw), msgspec.json.decode(raw, type=_EndedPod).status
-    if ended.refused:
-        return await _explain_refusal(api, pod, ended)
-    if pod.spec.node_name:
-        lines = [f"pod {namespace}/{name} {BOUND_TO} {pod.spec.node_name}"]
-        if MIRROR in pod.metadata.annotations and asks_for_share(as_model(pod)):
-            lines.append(STATIC_PODS)
-        return lines
+    who = f"{namespace}/{name}"
+    pod = decode_pod(await api.get(f"/api/v1/namespaces/{namespace}/pods/{name}"))
+    model, status = as_model(pod), pod.status
+    # The kubelet refused it: it has failed, and no container of it was ever looked at.
+    refused = status.phase == "Failed" and not (status.container_statuses or status.init_container_statuses)
+    if pod.spec.node_name and not refused:
+        static = MIRROR in pod.metadata.annotations and asks_for_share(model)
+        return [f"pod {who} {BOUND_TO} {pod.spec.node_name}", *([STATIC_PODS] if static else ())]
+    lines = _refusal(pod) if refused else []
     try:
-        demand = demand_for(as_model(pod))
+        demand = pod_demand(model)
     except Impossible as error:
-        return [f"pod {namespace}/{name} fits on no node, whatever ends: {error}"]
+        which = "another one would fit on no node either" if refused else f"pod {who} fits on no node"
+        return [*lines, f"{which}, whatever ends: {error}"]
     if demand.nothing:
-        return [f"pod {namespace}/{name} asks for no GPU; see its events for what else it waits for"]
-    nodes, fleet = await _fleet(api)
-    return _lines(f"{namespace}/{name}", demand, nodes, fleet)
+        return lines or [f"pod {who} asks for no GPU; see its events for what else it waits for"]
+    if refused:
+        lines.append("for another one like it:")
+    return [*lines, *_lines(who, demand, await _fleet(api))]
 
 
-async def _explain_refusal(api: KubeApi, pod: WatchedPod, ended: _Ended) -> list[str]:
-    """A pod that died at admission: what the kubelet said, and where its like would fit now."""
-    meta = pod.metadata
-    who, node = f"{meta.namespace}/{meta.name}", pod.spec.node_name or "its node"
-    lines = [f"pod {who} was refused at admission by {node} and never started", f"  {_said(ended)}"]
+def _refusal(pod: WatchedPod) -> list[str]:
+    """The kubelet's words on a pod that it refused at admission."""
+    meta, status, node = pod.metadata, pod.status, pod.spec.node_name or "its node"
+    lines = [
+        f"pod {meta.namespace}/{meta.name} was refused at admission by {node} and never started",
+        f"  {status.reason or 'no reason'}: {' '.join(status.message.split()) or 'no message'}",
+    ]
     if meta.owner_references:
         owner = meta.owner_references[0]
-        lines.append(f"it stays Failed; its {owner.kind} {owner.name} creates another one")
-    else:
-        lines.append("it stays Failed: delete it and create it again")
-    try:
-        demand = demand_for(as_model(pod))
-    except Impossible as error:
-        return [*lines, f"another one would fit on no node either, whatever ends: {error}"]
-    if demand.nothing:
-        return lines
-    nodes, fleet = await _fleet(api)
-    return [*lines, "for another one like it:", *_lines(who, demand, nodes, fleet)]
+        return [*lines, f"it stays Failed; its {owner.kind} {owner.name} creates another one"]
+    return [*lines, "it stays Failed: delete it and create it again"]
 
 
-def _said(ended: _Ended) -> str:
-    return f"{ended.reason or 'no reason'}: {' '.join(ended.message.split()) or 'no message'}"
-
-
-async def _fleet(api: KubeApi) -> tuple[Mapping[str, NodeFacts], Fleet]:
+async def _fleet(api: KubeApi) -> Fleet:
     fleet = Fleet()
-    nodes: dict[str, NodeFacts] = {}
     page = msgspec.json.decode(await api.get("/api/v1/nodes", deadline=LIST_SECONDS), type=_Page)
     for raw in page.items:
-        _, node = read_node(raw)
-        nodes[node.name] = node
-        fleet.set_node(node.name, node.inventory, node.totals)
+        fleet.set_node(read_node(raw)[1])
     bound = {"fieldSelector": BOUND}
     page = msgspec.json.decode(await api.get("/api/v1/pods", bound, LIST_SECONDS), type=_Page)
     for raw in page.items:
-        _, pod = read_pod(raw)
-        if pod:
+        if pod := read_pod(raw)[1]:
             fleet.set_pod(pod)
-    return nodes, fleet
+    return fleet
 
 
-def _lines(who: str, demand: PodDemand, nodes: Mapping[str, NodeFacts], fleet: Fleet) -> list[str]:
+def _lines(who: str, demand: PodDemand, fleet: Fleet) -> list[str]:
     wants = ", ".join(f"{count} {resource}" for resource, count in demand.totals)
-    verdicts = {name: fleet.verdict(name, demand) for name in sorted(nodes)}
+    verdicts = {name: fleet.verdict(name, demand) for name in sorted(fleet.nodes)}
     fitting = [name for name, reason in verdicts.items() if not reason]
     lines = [f"pod {who} asks for {wants}"]
     if fitting:
         more = f" and {len(fitting) - 5} more" if len(fitting) > 5 else ""
         lines.append(f"its GPUs are free on {', '.join(fitting[:5])}{more}; see its events for other reasons")
         return lines
-    lines.append(f"it fits on none of {len(nodes)} nodes:")
+    lines.append(f"it fits on none of {len(verdicts)} nodes:")
     reasons = Counter(verdicts.values())
     for reason, count in reasons.most_common():
         examples = [name for name, text in verdicts.items() if text == reason][:3]
         lines.append(f"  {count} x {reason} ({', '.join(examples)}{', ...' if count > 3 else ''})")
-    lines += _what_would_help(demand, nodes, fleet)
+    lines += _what_would_help(demand, fleet)
     return lines
 
 
-def _what_would_help(demand: PodDemand, nodes: Mapping[str, NodeFacts], fleet: Fleet) -> list[str]:
+def _what_would_help(demand: PodDemand, fleet: Fleet) -> list[str]:
     options: list[tuple[int, int, str, list[PodClaim]]] = []
-    for name, node in nodes.items():
+    for name, node in fleet.nodes.items():
         if node.inventory and (going := would_have_to_go(fleet, name, node.inventory, demand)):
             size = sum(slot.demand.cores for one in going for slot in one.demand.slots)
             options.append((len(going), size, name, going))

@@ -4,20 +4,31 @@ Built from the nodes' inventories and the bound pods. A choice counts from the m
 the API server confirms it; the watch then takes over, or a deadline lets go of it.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from agent.extender.choice import Picked, judge, pick
 from agent.extender.free_capacity import FreeCapacity, PodClaim, Summary, free_capacity
-from agent.extender.packing import Work
-from agent.extender.pod_demand import PodDemand
+from agent.extender.packing import SearchWork
+from agent.extender.pod_demand import WHOLE_GPUS, PodDemand
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.node_inventory import NodeInventory
 from agent.model.placement import PlacementPolicy, usual_mix
 
 UNKNOWN_NODE = "node not known to the extender"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerNode:
+    """A node as the watch shows it. `totals`: allocatable units by resource."""
+
+    name: str
+    inventory: NodeInventory | None  # that its agent published; None: no usable one
+    totals: Mapping[str, int]
+    problem: str = ""  # why an inventory that is there cannot be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +47,8 @@ class Assumed:
 
     node: str
     claim: PodClaim
-    expires: float | None  # on the caller's clock, in seconds; None: the watch has shown the pod
-
-
-@dataclass(slots=True)
-class _Node:
-    inventory: NodeInventory | None = None
-    totals: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    known: bool = False
-    claims: dict[str, PodClaim] = field(default_factory=dict)
-    free: FreeCapacity | None = None
+    expires: float  # on the caller's clock, in seconds; infinite: the watch has shown the pod
+    gang: str = ""  # for a member of which it is kept before it is bound
 
 
 class Fleet:
@@ -54,26 +57,24 @@ class Fleet:
     def __init__(self, mix: Mix | None = None) -> None:
         self.mix = mix or usual_mix()
         self.on_change: Callable[[str], None] = lambda _: None
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, LedgerNode] = {}
         self._pods: dict[str, BoundPod] = {}
         self._assumed: dict[str, Assumed] = {}
+        self._claims: dict[str, dict[str, PodClaim]] = {}  # by node, also of nodes that are not there
+        self._free: dict[str, FreeCapacity] = {}
 
     # News
 
-    def set_node(self, name: str, inventory: NodeInventory | None, totals: Mapping[str, int]) -> None:
-        """A node appeared or changed; `totals` are allocatable units by resource."""
-        node = self._nodes.setdefault(name, _Node())
-        if node.known and node.inventory == inventory and node.totals == totals:
-            return
-        node.inventory, node.totals, node.known = inventory, totals, True
-        self._touch(name)
+    def set_node(self, node: LedgerNode) -> None:
+        """A node appeared or changed."""
+        if self._nodes.get(node.name) != node:
+            self._nodes[node.name] = node
+            self._touch(node.name)
 
     def drop_node(self, name: str) -> None:
         """A node is gone. Its pods are dropped one by one, as the watch shows their end."""
-        if node := self._nodes.get(name):
-            node.known, node.inventory, node.totals = False, None, MappingProxyType({})
+        if self._nodes.pop(name, None):
             self._touch(name)
-            self._drop_if_empty(name, node)
 
     def set_pod(self, pod: BoundPod) -> None:
         """The watch shows a bound pod that has not ended."""
@@ -85,7 +86,7 @@ class Fleet:
         self._pods[pod.uid] = pod
         if assumed := self._assumed.get(pod.uid):
             if assumed.node == pod.node:
-                self._assumed[pod.uid] = replace(assumed, expires=None)
+                self._assumed[pod.uid] = replace(assumed, expires=math.inf)
             else:  # somebody else bound it elsewhere
                 self.forget(pod.uid)
         self._claim(pod.uid)
@@ -97,12 +98,12 @@ class Fleet:
 
     # Choices
 
-    def assume(self, uid: str, node: str, claim: PodClaim, expires: float) -> None:
-        """Count a choice that is about to be written, or is kept until its deadline."""
+    def assume(self, uid: str, node: str, claim: PodClaim, expires: float, gang: str = "") -> None:
+        """Count a choice that is about to be written, or is kept for a member of `gang` till its deadline."""
         former = self._assumed.get(uid)
         if former and former.node != node:
             self._unclaim(former.node, uid)
-        self._assumed[uid] = Assumed(node, claim, expires)
+        self._assumed[uid] = Assumed(node, claim, expires, gang)
         self._claim(uid)
 
     def forget(self, uid: str) -> None:
@@ -114,17 +115,15 @@ class Fleet:
 
     def expire(self, now: float) -> list[str]:
         """Let go of choices that the watch has not shown in time; their pods' UIDs."""
-        late = [
-            uid for uid, each in self._assumed.items() if each.expires is not None and each.expires <= now
-        ]
+        late = [uid for uid, each in self._assumed.items() if each.expires <= now]
         for uid in late:
             self.forget(uid)
         return late
 
-    def assumed(self, uid: str) -> PodClaim | None:
+    def assumed(self, uid: str) -> Assumed | None:
         """The choice for a pod that no watch has shown as bound; None: there is none."""
         known = self._assumed.get(uid)
-        return known.claim if known and known.expires is not None else None
+        return known if known and known.expires < math.inf else None
 
     def where(self, uid: str) -> str | None:
         """The node that a pod is bound to, or about to be; None: not placed."""
@@ -134,9 +133,14 @@ class Fleet:
     # Questions
 
     @property
-    def names(self) -> Iterable[str]:
-        """Names of the nodes that there are."""
-        return (name for name, node in self._nodes.items() if node.known)
+    def nodes(self) -> Mapping[str, LedgerNode]:
+        """The nodes that there are, by name."""
+        return MappingProxyType(self._nodes)
+
+    @property
+    def bound(self) -> Mapping[str, BoundPod]:
+        """Pods that the watch shows, by UID."""
+        return MappingProxyType(self._pods)
 
     @property
     def pods(self) -> int:
@@ -146,7 +150,7 @@ class Fleet:
     @property
     def waiting(self) -> int:
         """Choices that the watch has not shown yet."""
-        return sum(each.expires is not None for each in self._assumed.values())
+        return sum(each.expires < math.inf for each in self._assumed.values())
 
     def inventory(self, name: str) -> NodeInventory | None:
         """The inventory that the node's agent published; None: no usable one."""
@@ -156,66 +160,56 @@ class Fleet:
     def verdict_by_totals(self, name: str, demand: PodDemand, without: Collection[str] = ()) -> str:
         """Why a demand does not fit by allocatable units alone; empty: it fits. `without`: pods left out."""
         node = self._nodes.get(name)
-        if node is None or not node.known:
+        if node is None:
             return UNKNOWN_NODE
-        return _by_totals(node, demand, without)
-
-    def offers_by_totals(self, name: str, demand: PodDemand) -> bool:
-        """Whether a node without an inventory offers some of every resource of a demand."""
-        node = self._nodes.get(name)
-        return bool(
-            node and node.inventory is None and all(node.totals.get(each, 0) for each, _ in demand.totals)
-        )
+        claims = [claim for uid, claim in self.claims(name).items() if uid not in without]
+        for resource, count in demand.totals:
+            used = sum(dict(claim.demand.totals).get(resource, 0) for claim in claims)
+            free = max(0, node.totals.get(resource, 0) - used)
+            if count > free:
+                return f"{free} of {count} {resource} free by totals (no inventory)"
+        return ""
 
     def free(self, name: str) -> FreeCapacity:
-        node = self._nodes[name]
-        if node.free is None:
-            node.free = free_capacity(node.inventory or NodeInventory(), node.claims.values())
-        return node.free
+        """Free capacity of a node that there is."""
+        found = self._free.get(name)
+        if found is None:
+            inventory = self._nodes[name].inventory or NodeInventory()
+            found = self._free[name] = free_capacity(inventory, self.claims(name).values())
+        return found
 
     def claims(self, name: str) -> Mapping[str, PodClaim]:
         """Who holds what on a node, by UID."""
-        node = self._nodes.get(name)
-        return MappingProxyType(node.claims if node else {})
+        return MappingProxyType(self._claims.get(name, {}))
 
     def verdict(
         self,
         name: str,
         demand: PodDemand,
-        work: Work | None = None,
+        work: SearchWork | None = None,
         alike: dict[Summary, str] | None = None,
     ) -> str:
         """Why a demand does not fit on a node; empty: it fits, and `pick` finds a choice.
 
         `work` counts what it takes. `alike` keeps what was found for nodes that are alike, for one demand.
         """
-        node = self._nodes.get(name)
-        if node is None or not node.known:
-            return UNKNOWN_NODE
-        if node.inventory is None:
-            return _by_totals(node, demand)
-        free = node.free or self.free(name)
-        if alike is not None and free.summary in alike and len(demand.slots) == 1:
-            return alike[free.summary]
-        topology = node.inventory.topology
-        return judge(free, demand, topology, work or Work(), {} if alike is None else alike)
+        inventory = self.inventory(name)
+        if inventory is None:
+            return self.verdict_by_totals(name, demand)
+        if demand.gpus and (reason := self._other_name(name, demand)):
+            return reason
+        return judge(self.free(name), demand, inventory, work or SearchWork(), {} if alike is None else alike)
 
     def pick(
-        self, name: str, demand: PodDemand, policy: PlacementPolicy, work: Work | None = None
+        self, name: str, demand: PodDemand, policy: PlacementPolicy, work: SearchWork | None = None
     ) -> Picked | None:
         """GPUs of a node for a demand; an empty choice where the node has no inventory."""
-        node = self._nodes.get(name)
-        if node is None or not node.known:
+        inventory = self.inventory(name)
+        if inventory is None:
+            return None if self.verdict_by_totals(name, demand) else Picked((), (math.inf,))
+        if demand.gpus and self._other_name(name, demand):
             return None
-        if node.inventory is None:
-            return None if _by_totals(node, demand) else Picked((), (float("inf"),))
-        topology = node.inventory.topology
-        return pick(self.free(name), demand, policy, self.mix, topology, work or Work())
-
-    @property
-    def without_inventory(self) -> int:
-        """Nodes that offer GPU resources and have no inventory that can be used."""
-        return sum(bool(node.totals) and node.inventory is None for node in self._nodes.values())
+        return pick(self.free(name), demand, policy, self.mix, inventory.topology, work or SearchWork())
 
     def allocated(self, names: Iterable[str] | None = None) -> tuple[int, int]:
         """Hundredths of GPUs that are held, and all there are, on nodes with an inventory.
@@ -224,16 +218,21 @@ class Fleet:
         """
         held = there = 0
         for name in list(self._nodes) if names is None else names:
-            node = self._nodes.get(name)
-            if node and node.inventory:
+            if self.inventory(name):
                 free = self.free(name)
-                gpus = free.gpus
-                capacity = CORES * (len(gpus) + free.all_units)
+                capacity = CORES * (len(free.gpus) + free.all_units)
                 there += capacity
-                held += capacity - sum(gpu.cores for gpu in gpus) - CORES * free.units
+                held += capacity - sum(gpu.cores for gpu in free.gpus) - CORES * free.units
         return held, there
 
     # Inside
+
+    def _other_name(self, name: str, demand: PodDemand) -> str:
+        """Why whole GPUs of a node are not those that are asked for: time slices may be renamed."""
+        offered = [each for each in WHOLE_GPUS if self._nodes[name].totals.get(each)]
+        if not offered or set(demand.whole_gpus) <= set(offered):
+            return ""
+        return f"its GPUs are offered as {offered[0]}"
 
     def _claim(self, uid: str) -> None:
         pod, assumed = self._pods.get(uid), self._assumed.get(uid)
@@ -246,29 +245,16 @@ class Fleet:
             self._set_claim(pod.node, uid, pod.claim)
 
     def _set_claim(self, name: str, uid: str, claim: PodClaim) -> None:
-        self._nodes.setdefault(name, _Node()).claims[uid] = claim
+        self._claims.setdefault(name, {})[uid] = claim
         self._touch(name)
 
     def _unclaim(self, name: str, uid: str) -> None:
-        node = self._nodes.get(name)
-        if node and node.claims.pop(uid, None) is not None:
+        claims = self._claims.get(name, {})
+        if claims.pop(uid, None) is not None:
+            if not claims:
+                del self._claims[name]
             self._touch(name)
-            self._drop_if_empty(name, node)
-
-    def _drop_if_empty(self, name: str, node: _Node) -> None:
-        if not node.known and not node.claims:
-            del self._nodes[name]
 
     def _touch(self, name: str) -> None:
-        self._nodes[name].free = None
+        self._free.pop(name, None)
         self.on_change(name)
-
-
-def _by_totals(node: _Node, demand: PodDemand, without: Collection[str] = ()) -> str:
-    claims = [claim for uid, claim in node.claims.items() if uid not in without]
-    for resource, count in demand.totals:
-        used = sum(dict(claim.demand.totals).get(resource, 0) for claim in claims)
-        free = max(0, node.totals.get(resource, 0) - used)
-        if count > free:
-            return f"{free} of {count} {resource} free by totals (no inventory)"
-    return ""

@@ -1,7 +1,7 @@
 """Free capacity of one node's GPUs, after all that bound pods hold: pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from agent.extender.pod_demand import Chosen, PodDemand, Slot
@@ -59,12 +59,12 @@ class FreeCapacity:
     units: int = 0  # free whole GPUs and time slices of the pgpu resource
     all_units: int = 0
     unknown: int = 0  # bound pods of which nobody said yet where their units are
-    # What one share or one set of whole GPUs is judged by; None: by more than that.
-    summary: Summary | None = field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def summary(self) -> Summary | None:
+        """Figures that one share or one set of whole GPUs is judged by; None: by more than these."""
         plain = len(self.modes) == 1 and not self.out and not self.unknown
-        object.__setattr__(self, "summary", self.modes[0].summary if plain else None)
+        return self.modes[0].summary if plain else None
 
     @property
     def gpus(self) -> Sequence[FreeGpu]:

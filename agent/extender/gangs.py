@@ -8,12 +8,13 @@ the UID and the demand of the call, and for the gang that the watch names; the p
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import anyio
 import structlog
 
-from agent.extender.fleet import Fleet
+from agent.extender.fleet import Assumed, Fleet
 from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import PodDemand
 from agent.kit.cell import Cell
@@ -36,14 +37,6 @@ class Member:
     demand: PodDemand
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    gang: str
-    node: str
-    claim: PodClaim
-    until: float  # when the ledger lets go of it, on its clock
-
-
 class Gangs:
     """Choices for members of gangs that wait to be bound; each counts in the ledger until its deadline."""
 
@@ -54,8 +47,13 @@ class Gangs:
         self._clock = clock
         self._shown: dict[str, Member] = {}  # by pod
         self._news = Cell(None)  # published with each pod that is shown
-        self._kept: dict[str, _Kept] = {}  # by pod
+        self._kept: set[str] = set()  # pods that may have a choice in the ledger
         self._refused: dict[str, float] = {}  # gangs, and until when their choices are kept for short
+
+    @property
+    def shown(self) -> AbstractSet[str]:
+        """Members that the watch shows as unbound, by UID."""
+        return self._shown.keys()
 
     def show(self, uid: str, member: Member) -> None:
         """The watch shows an unbound member."""
@@ -64,8 +62,9 @@ class Gangs:
             self._news.publish(None)
 
     def hide(self, uid: str, *, ended: bool) -> None:
-        """The watch shows it no more: it has ended, or nobody knows whether it is bound."""
-        self._shown.pop(uid, None)
+        """The watch has ceased to show a pod: it has ended, or nobody knows whether it is bound."""
+        if self._shown.pop(uid, None) is None:
+            return
         if ended:
             self.release(uid)
         else:
@@ -81,13 +80,13 @@ class Gangs:
 
     def node(self, uid: str) -> str | None:
         """The node where a member's GPUs are kept."""
-        kept = self._kept.get(uid)
-        return kept.node if kept and self._holds(uid, kept) else None
+        kept = self._choice(uid)
+        return kept.node if kept else None
 
     def release(self, uid: str) -> None:
         """A member is filtered again, or is gone: its former choice is off."""
-        if kept := self._kept.pop(uid, None):
-            self._forget(uid, kept)
+        if self._choice(uid):
+            self._fleet.forget(uid)
 
     def keep(self, uid: str, gang: str, node: str, claim: PodClaim) -> None:
         """A member gets these GPUs, if it is bound in time, and has not gone while they were looked for."""
@@ -96,43 +95,40 @@ class Gangs:
         self._tidy()
         now = self._clock()
         until = now + (REFUSED_SECONDS if self._refused.get(gang, now) > now else self._seconds)
-        self._kept[uid] = _Kept(gang, node, claim, until)
-        self._fleet.assume(uid, node, claim, until)
+        self._kept.add(uid)
+        self._fleet.assume(uid, node, claim, until, gang)
         log.debug("gang_member_kept", gang=gang, pod=claim.name, node=node)
 
     def refuse(self, gang: str) -> None:
         """A member fits nowhere: what the others have is not kept for long."""
         self._tidy()
-        until = self._refused[gang] = self._clock() + REFUSED_SECONDS
-        for uid, kept in self._kept.items():
-            if kept.gang == gang:
-                self._shorten(uid, kept, until)
+        self._refused[gang] = self._clock() + REFUSED_SECONDS
+        for uid in self._kept:
+            if (kept := self._choice(uid)) and kept.gang == gang:
+                self._let_go(uid, REFUSED_SECONDS)
 
     def give_up(self, uid: str) -> None:
         """kube-scheduler found no node for a member after all."""
         self._let_go(uid, REFUSED_SECONDS)
 
     def _let_go(self, uid: str, seconds: float) -> None:
-        if (kept := self._kept.get(uid)) and self._holds(uid, kept):
-            self._shorten(uid, kept, self._clock() + seconds)
-
-    def _shorten(self, uid: str, kept: _Kept, until: float) -> None:
+        kept, until = self._choice(uid), self._clock() + seconds
         # Refusals follow each other; one that was made later must not give a choice more time.
-        if until < kept.until:
-            self._kept[uid] = replace(kept, until=until)
-            self._fleet.assume(uid, kept.node, kept.claim, until)
+        if kept and until < kept.expires:
+            self._fleet.assume(uid, kept.node, kept.claim, until, kept.gang)
 
     def take(self, uid: str, node: str, demand: PodDemand) -> PodClaim | None:
         """The choice for a pod that is being bound; None: there is none for this node and demand."""
-        kept = self._kept.pop(uid, None)
-        if kept is None or not self._holds(uid, kept):
+        kept = self._choice(uid)
+        if kept is None:
             return None
         if kept.node == node and kept.claim.demand == demand and self._usable(kept):
+            self._fleet.assume(uid, node, kept.claim, kept.expires)  # it is kept for a gang no longer
             return kept.claim
-        self._forget(uid, kept)
+        self._fleet.forget(uid)
         return None
 
-    def _usable(self, kept: _Kept) -> bool:
+    def _usable(self, kept: Assumed) -> bool:
         """Whether the GPUs are still offered as they were when they were chosen."""
         inventory, chosen = self._fleet.inventory(kept.node), kept.claim.chosen
         if inventory is None or chosen is None:
@@ -141,15 +137,13 @@ class Gangs:
         slots = zip(kept.claim.demand.slots, chosen, strict=True)
         return all((index, slot.mode) in usable for slot, indices in slots for index in indices)
 
-    def _holds(self, uid: str, kept: _Kept) -> bool:
-        return self._fleet.assumed(uid) is kept.claim
-
-    def _forget(self, uid: str, kept: _Kept) -> None:
-        if self._holds(uid, kept):
-            self._fleet.forget(uid)
+    def _choice(self, uid: str) -> Assumed | None:
+        """The choice that the ledger keeps for a member; None: there is none, or it is being bound."""
+        found = self._fleet.assumed(uid)
+        return found if found and found.gang else None
 
     def _tidy(self) -> None:
         """Drop what the ledger has let go of."""
-        self._kept = {uid: kept for uid, kept in self._kept.items() if self._holds(uid, kept)}
+        self._kept = {uid for uid in self._kept if self._choice(uid)}
         now = self._clock()
         self._refused = {gang: until for gang, until in self._refused.items() if until > now}

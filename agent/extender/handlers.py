@@ -1,9 +1,10 @@
-"""The HTTP face: filter, prioritize, preempt and bind, each answered from the ledger of the leader."""
+"""The HTTP face: filter, prioritize, preempt and bind, answered from the leader's ledger, and who may ask."""
 
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -13,8 +14,8 @@ from anyio import get_cancelled_exc_class
 from agent.extender import scheduler_protocol
 from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.eviction import victims_needed
-from agent.extender.metrics import Metrics
-from agent.extender.objects import WatchedPod, as_model, gang_of
+from agent.extender.metrics import ExtenderMetrics
+from agent.extender.objects import WatchedPod, gang_of
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.model.demand import Impossible
 from agent.web.server import Handler, HttpRequest, HttpServer, Reply
@@ -30,6 +31,7 @@ LARGE = 1 << 20  # bytes above which a request is decoded off the loop
 # and once a second in the long run: the scheduler works on one pod at a time, and loses a tenth of its time.
 LAG_SECONDS = 0.1
 MOST_LOOKS = 5.0
+REMEMBERED_NAMES = 100  # of refused callers: a holder of the signing key could make up any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,18 @@ class ServingState:
     unbound_problem: Callable[[], str] = str
 
 
-Act = Callable[[HttpRequest, ServingState], Awaitable[tuple[Reply, str]]]
+class Unready(Exception):
+    """Nothing is known to answer from now, for the reason in the text; kube-scheduler asks again."""
+
+
+# The answer in JSON, and the result as metrics show it. Raises Unready, BadRequest.
+Act = Callable[[HttpRequest, ServingState], Awaitable[tuple[bytes, str]]]
 
 
 class Verbs:
     """Routes that answer 503 unless `serving` gives something to answer from."""
 
-    def __init__(self, serving: Callable[[], ServingState | None], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState | None], metrics: ExtenderMetrics) -> None:
         self._serving = serving
         self._metrics = metrics
         self._looks = MOST_LOOKS  # left at `_counted`; one more comes with each second
@@ -64,21 +71,21 @@ class Verbs:
         ):
             server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
-    async def filter(self, request: HttpRequest, serving: ServingState) -> tuple[Reply, str]:
+    async def filter(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         asked = await _asked(request)
         try:
-            wanted = serving.binder.request(as_model(asked.pod))
+            wanted = serving.binder.request(asked.pod)
         except Impossible as error:
             refused = dict.fromkeys(asked.names, str(error))
-            return _json(scheduler_protocol.filtered(asked, [], refused, unresolvable=True)), "impossible"
+            return scheduler_protocol.filtered(asked, [], refused, unresolvable=True), "impossible"
         if wanted.demand.nothing:
-            return _json(scheduler_protocol.filtered(asked, list(asked.names), {})), "ok"
+            return scheduler_protocol.filtered(asked, list(asked.names), {}), "ok"
         gang = ""
         if gang_of(asked.pod):
             gang = await serving.binder.gangs.gang(asked.pod.metadata.uid, wanted.demand)
             if not gang and (problem := serving.unbound_problem()):
                 # Without GPUs of its own a gang might be bound by halves; kube-scheduler asks again.
-                return Reply.text(f"nothing is known of the pod's gang: {problem}", 503), "unready"
+                raise Unready(f"nothing is known of the pod's gang: {problem}")
         uid, former = asked.pod.metadata.uid, ""
         if gang and (serving.binder.gangs.node(uid) or "") in asked.names:
             # On that node its own are free for it. Elsewhere they stay its own until it gets others: a caller
@@ -96,7 +103,7 @@ class Verbs:
             fitting, refused = await _kept_for_gang(
                 serving, asked.pod, gang, wanted, fitting, refused, former
             )
-        return _json(scheduler_protocol.filtered(asked, fitting, refused)), "ok" if fitting else "nowhere"
+        return scheduler_protocol.filtered(asked, fitting, refused), "ok" if fitting else "nowhere"
 
     def _may_look_again(self) -> bool:
         now = anyio.current_time()
@@ -107,36 +114,36 @@ class Verbs:
         self._looks -= 1
         return True
 
-    async def prioritize(self, request: HttpRequest, serving: ServingState) -> tuple[Reply, str]:
+    async def prioritize(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         asked = await _asked(request)
         try:
-            wanted = serving.binder.request(as_model(asked.pod))
+            wanted = serving.binder.request(asked.pod)
         except Impossible:
-            return _json(scheduler_protocol.prioritized(asked.names, [0] * len(asked.names))), "impossible"
+            return scheduler_protocol.prioritized(asked.names, [0] * len(asked.names)), "impossible"
         scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names)
-        return _json(scheduler_protocol.prioritized(asked.names, scores)), "ok"
+        return scheduler_protocol.prioritized(asked.names, scores), "ok"
 
-    async def preempt(self, request: HttpRequest, serving: ServingState) -> tuple[Reply, str]:
+    async def preempt(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         """Nodes where evictions would give the pod its GPUs, and which of them are needed."""
         asked = scheduler_protocol.preemption(request.body)
         try:
-            demand = serving.binder.request(as_model(asked.pod)).demand
+            demand = serving.binder.request(asked.pod).demand
         except Impossible:
-            return _json(scheduler_protocol.preempted(asked, {})), "impossible"
+            return scheduler_protocol.preempted(asked, {}), "impossible"
         if demand.nothing:
-            return _json(scheduler_protocol.preempted(asked, asked.victims)), "ok"
+            return scheduler_protocol.preempted(asked, asked.victims), "ok"
         fleet = serving.verdicts.fleet
         found = await victims_needed(fleet, demand, asked.victims, give_back=asked.only_gpus)
-        return _json(scheduler_protocol.preempted(asked, found)), "ok" if found else "nowhere"
+        return scheduler_protocol.preempted(asked, found), "ok" if found else "nowhere"
 
-    async def bind(self, request: HttpRequest, serving: ServingState) -> tuple[Reply, str]:
+    async def bind(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         binding = scheduler_protocol.binding(request.body)
         try:
             await serving.binder.bind(binding)
         except NotBound as error:
             log.warning("pod_not_bound", pod=binding.pod, node=binding.node, problem=str(error))
-            return _json(scheduler_protocol.bound(str(error))), "refused"
-        return _json(scheduler_protocol.bound()), "ok"
+            return scheduler_protocol.bound(str(error)), "refused"
+        return scheduler_protocol.bound(), "ok"
 
     def _measured(self, verb: str, act: Act) -> Handler:
         async def handle(request: HttpRequest) -> Reply:
@@ -158,12 +165,13 @@ class Verbs:
         return handle
 
     async def _answer(self, request: HttpRequest, act: Act) -> tuple[Reply, str]:
-        serving = self._serving()
-        if serving is None:
-            text = "this extender is not the leader, or its ledger is not complete yet; try again"
-            return Reply.text(text, 503), "unready"
         try:
-            return await act(request, serving)
+            if (serving := self._serving()) is None:
+                raise Unready("this extender is not the leader, or its ledger is not complete yet; try again")
+            body, result = await act(request, serving)
+            return Reply(body, headers=JSON), result
+        except Unready as error:
+            return Reply.text(str(error), 503), "unready"
         except scheduler_protocol.BadRequest as error:
             return Reply.text(str(error), 400), "malformed"
 
@@ -197,5 +205,25 @@ async def _asked(request: HttpRequest) -> scheduler_protocol.Asked:
     return await anyio.to_thread.run_sync(scheduler_protocol.asked, request.body)
 
 
-def _json(body: bytes) -> Reply:
-    return Reply(body, headers=JSON)
+class AllowedNames:
+    """Common names of the clients that are served; the API server takes them for the user's name, too.
+
+    The authority alone is not enough: kubeadm's has signed a certificate of every kubelet, too.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._logged: set[str] = set()
+
+    def refusal(self, certificate: Mapping[str, Any]) -> str | None:
+        """Why the caller with this certificate (as `ssl.SSLSocket.getpeercert` gives it) is not served."""
+        names = [
+            value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"
+        ]
+        if len(names) == 1 and names[0] in self._names:
+            return None
+        shown = ", ".join(map(repr, names)) or "no common name"
+        if shown not in self._logged and len(self._logged) < REMEMBERED_NAMES:
+            self._logged.add(shown)
+            log.warning("client_certificate_refused", name=shown, allowed=sorted(self._names))
+        return f"a certificate of {shown} is not served; tls.clientNames has {', '.join(sorted(self._names))}"

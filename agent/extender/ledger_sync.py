@@ -6,8 +6,8 @@ import anyio
 
 from agent.cluster.api import KubeApi
 from agent.cluster.deltas import DeltaReflector
-from agent.extender.fleet import BoundPod, Fleet
-from agent.extender.objects import NodeFacts, read_node, read_pod
+from agent.extender.fleet import BoundPod, Fleet, LedgerNode
+from agent.extender.objects import read_node, read_pod
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 
@@ -21,50 +21,40 @@ DEAD_WATCH_SECONDS = 120.0
 class _Nodes:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.problems: dict[str, str] = {}
 
-    def replaced(self, values: Mapping[str, NodeFacts]) -> None:
-        self.problems.clear()
-        for name in set(self._fleet.names) - {node.name for node in values.values()}:
+    def replaced(self, values: Mapping[str, LedgerNode]) -> None:
+        for name in self._fleet.nodes.keys() - {node.name for node in values.values()}:
             self._fleet.drop_node(name)
-        for uid, node in values.items():
-            self.changed(uid, node)
+        for node in values.values():
+            self._fleet.set_node(node)
 
-    def changed(self, uid: str, value: NodeFacts) -> None:
+    def changed(self, uid: str, value: LedgerNode) -> None:
         del uid
-        self.problems.pop(value.name, None)
-        if value.problem:
-            self.problems[value.name] = value.problem
-        self._fleet.set_node(value.name, value.inventory, value.totals)
+        self._fleet.set_node(value)
 
-    def removed(self, uid: str, value: NodeFacts) -> None:
+    def removed(self, uid: str, value: LedgerNode) -> None:
         del uid
-        self.problems.pop(value.name, None)
         self._fleet.drop_node(value.name)
 
 
 class _Pods:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._seen: set[str] = set()
 
     def replaced(self, values: Mapping[str, BoundPod | None]) -> None:
-        for uid in self._seen - values.keys():
+        for uid in self._fleet.bound.keys() - values.keys():
             self._fleet.drop_pod(uid)
-        self._seen = {uid for uid, pod in values.items() if pod is not None}
         for uid, pod in values.items():
             self.changed(uid, pod)
 
     def changed(self, uid: str, value: BoundPod | None) -> None:
         if value is not None:
-            self._seen.add(uid)
             self._fleet.set_pod(value)
-        elif uid in self._seen:  # it asks for no GPU any more
-            self.removed(uid, value)
+        elif uid in self._fleet.bound:  # it no longer asks for a GPU
+            self._fleet.drop_pod(uid)
 
     def removed(self, uid: str, value: BoundPod | None) -> None:
         del value
-        self._seen.discard(uid)
         self._fleet.drop_pod(uid)
 
 
@@ -79,21 +69,15 @@ class LedgerSync:
         expired: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`expired` is called with the number of choices that were just dropped."""
-        self._fleet = fleet
+        self.fleet = fleet
         self._supervisor = supervisor
         self._expired = expired
-        self._listener = _Nodes(fleet)
-        self.nodes = DeltaReflector(api, "/api/v1/nodes", {}, read_node, self._listener, "nodes")
+        self.nodes = DeltaReflector(api, "/api/v1/nodes", {}, read_node, _Nodes(fleet), "nodes")
         self.pods = DeltaReflector(
             api, "/api/v1/pods", {"fieldSelector": BOUND}, read_pod, _Pods(fleet), "bound pods"
         )
         self.complete: Cell[bool] = Cell(False)
         self.nodes.on_change = self.pods.on_change = self.look
-
-    @property
-    def problems(self) -> Mapping[str, str]:
-        """Nodes whose inventory cannot be used, and why."""
-        return self._listener.problems
 
     @property
     def ages(self) -> Mapping[str, float]:
@@ -123,7 +107,7 @@ class LedgerSync:
                 self.look()
                 # While the watch is down nothing can show a pod as bound: its choice must stay.
                 if self.pods.problem is None:
-                    self._expired(len(self._fleet.expire(anyio.current_time())))
+                    self._expired(len(self.fleet.expire(anyio.current_time())))
 
     def look(self) -> None:
         """Publish `complete`: both lists are known, and both watches have shown life lately."""

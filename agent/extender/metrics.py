@@ -5,14 +5,14 @@ with those of its successor.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import anyio.to_thread
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from agent.web.server import HttpRequest, Reply
+from agent.web.server import Reply
 
 PREFIX = "gpu_agent_extender_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -20,7 +20,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 @dataclass(frozen=True, slots=True)
 class LedgerFigures:
-    """The ledger of a leader, as one scrape shows it. `watch_ages`: seconds by resource."""
+    """The ledger of a leader, as one scrape shows it; each field is a gauge of its name."""
 
     nodes: int
     nodes_without_inventory: int
@@ -28,10 +28,10 @@ class LedgerFigures:
     pods: int
     assumed_pods: int
     sold_ratio: float | None  # None: no node has an inventory
-    watch_ages: Mapping[str, float]
+    watch_age_seconds: Mapping[str, float]  # by resource
 
 
-class Metrics:
+class ExtenderMetrics:
     """Counters that the verbs raise, and gauges that are set at each scrape."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Metrics:
         self.ledger = LedgerCollector()
         registry.register(self.ledger)
 
-    async def reply(self, _: HttpRequest, ledger: LedgerFigures | None) -> Reply:
+    async def reply(self, ledger: LedgerFigures | None) -> Reply:
         """The page; `ledger`: None while this replica does not lead."""
         self.ledger.figures = ledger
         text = await anyio.to_thread.run_sync(generate_latest, self.registry)
@@ -75,22 +75,21 @@ class LedgerCollector(Collector):
         self.figures: LedgerFigures | None = None
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(PREFIX + name, text)
-        yield _watch_ages()
+        return (GaugeMetricFamily(PREFIX + name, text) for name, text in _GAUGES.items())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Families with samples; none while there is no ledger."""
-        figures = self.figures
-        if figures is None:
+        if self.figures is None:
             return
-        for name, text in _GAUGES.items():
-            if (value := getattr(figures, name)) is not None:
-                yield GaugeMetricFamily(PREFIX + name, text, value)
-        ages = _watch_ages()
-        for resource, age in figures.watch_ages.items():
-            ages.add_metric([resource], age)
-        yield ages
+        for name, value in asdict(self.figures).items():
+            family = PREFIX + name, _GAUGES[name]
+            if isinstance(value, Mapping):
+                by_resource = GaugeMetricFamily(*family, labels=["resource"])
+                for resource, each in value.items():
+                    by_resource.add_metric([resource], each)
+                yield by_resource
+            elif value is not None:
+                yield GaugeMetricFamily(*family, value)
 
 
 # By the field of LedgerFigures that has the value.
@@ -103,12 +102,7 @@ _GAUGES = {
     "pods": "Bound pods with GPUs, those about to be bound included.",
     "assumed_pods": "Choices that the watch has not shown yet.",
     "sold_ratio": "Share of all GPUs that is held, on nodes with an inventory.",
+    "watch_age_seconds": (
+        "Seconds since the API server last showed that the watch lives; about 60 on a quiet cluster."
+    ),
 }
-
-
-def _watch_ages() -> GaugeMetricFamily:
-    return GaugeMetricFamily(
-        PREFIX + "watch_age_seconds",
-        "Seconds since the API server last showed that the watch lives; about 60 on a quiet cluster.",
-        labels=["resource"],
-    )

@@ -1,7 +1,6 @@
 """Nodes and pods of the API server, cut down to what the ledger keeps."""
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,13 +9,13 @@ import structlog
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodSpec, PodStatus, convert
 from agent.cluster.reflector import Metadata
-from agent.extender.fleet import BoundPod
+from agent.extender.fleet import BoundPod, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
-from agent.model.demand import Container, Impossible, Pod, Stage, units
+from agent.model.demand import Impossible, Pod, units
 from agent.model.ids import BadDeviceId, parse
 from agent.model.modes import PAIRS, Mode
-from agent.model.node_inventory import INVENTORY, BadInventory, NodeInventory, decode
+from agent.model.node_inventory import INVENTORY, BadInventory, decode
 from agent.model.placement import ASSIGNED
 
 log = structlog.get_logger()
@@ -57,6 +56,8 @@ class PodCondition(msgspec.Struct, frozen=True):
 class _PodStatus(msgspec.Struct, rename="camel", frozen=True):
     conditions: list[PodCondition] = msgspec.field(default_factory=list)
     phase: str = "Pending"
+    reason: str = ""  # of the phase
+    message: str = ""
     container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
     init_container_statuses: list[_ContainerStatus] = msgspec.field(default_factory=list)
 
@@ -67,9 +68,8 @@ class _SchedulingGroup(msgspec.Struct, rename="camel", frozen=True):
 
 class _PodSpec(PodSpec, rename="camel", frozen=True):
     scheduling_group: _SchedulingGroup | None = None  # of kube-scheduler's own gangs, since 1.36
-    scheduling_gates: list[Any] = msgspec.field(
-        default_factory=list
-    )  # while there are any, it is not scheduled
+    # While there are any, it is not scheduled.
+    scheduling_gates: list[Any] = msgspec.field(default_factory=list)
 
 
 class WatchedPod(msgspec.Struct, frozen=True):
@@ -80,29 +80,19 @@ class WatchedPod(msgspec.Struct, frozen=True):
     status: _PodStatus = _PodStatus()
 
 
-class NodeFacts(msgspec.Struct, frozen=True):
-    """The part of a node that is kept; `problem`: why an inventory that is there cannot be used."""
-
-    name: str
-    inventory: NodeInventory | None
-    totals: dict[str, int]
-    problem: str = ""
-
-
 _nodes, _pods = msgspec.json.Decoder(_Node), msgspec.json.Decoder(WatchedPod)
 
 
-def read_node(raw: bytes) -> tuple[Metadata, NodeFacts]:
+def read_node(raw: bytes) -> tuple[Metadata, LedgerNode]:
     """A Node object's JSON. Raises msgspec.DecodeError."""
     node = _nodes.decode(raw)
-    text, problem, inventory = node.metadata.annotations.get(INVENTORY), "", None
-    if text:
-        try:
-            inventory = decode(text)
-        except BadInventory as error:
-            problem = str(error)
-            log.warning("inventory_unusable", node=node.metadata.name, problem=problem)
-    return node.metadata, NodeFacts(node.metadata.name, inventory, _totals(node.status.allocatable), problem)
+    name, text = node.metadata.name, node.metadata.annotations.get(INVENTORY)
+    totals = _totals(node.status.allocatable)
+    try:
+        return node.metadata, LedgerNode(name, decode(text) if text else None, totals)
+    except BadInventory as error:
+        log.warning("inventory_unusable", node=name, problem=str(error))
+        return node.metadata, LedgerNode(name, None, totals, problem=str(error))
 
 
 def _totals(allocatable: Mapping[str, str]) -> dict[str, int]:
@@ -115,17 +105,21 @@ def _totals(allocatable: Mapping[str, str]) -> dict[str, int]:
     return {resource: count for resource, count in found.items() if count}
 
 
+def decode_pod(raw: bytes | msgspec.Raw) -> WatchedPod:
+    """Raises msgspec.DecodeError."""
+    return _pods.decode(raw)
+
+
 def read_pod(raw: bytes) -> tuple[Metadata, BoundPod | None]:
     """A bound pod's JSON; None for one that holds no GPU. Raises msgspec.DecodeError."""
-    pod = _pods.decode(raw)
-    return pod.metadata, bound_pod(pod)
+    pod = decode_pod(raw)
+    return pod.metadata, _bound(pod)
 
 
-def bound_pod(pod: WatchedPod) -> BoundPod | None:
-    """A pod as the ledger keeps it; None for one that holds no GPU."""
+def _bound(pod: WatchedPod) -> BoundPod | None:
     model = as_model(pod)
     try:
-        demand = demand_for(model)
+        demand = pod_demand(model)
     except Impossible:
         return None  # the node's agent refuses it
     if demand.nothing or not pod.spec.node_name or model.finished:
@@ -151,30 +145,6 @@ def as_model(pod: WatchedPod) -> Pod:
     return convert(ApiPod(pod.metadata, pod.spec, PodStatus(phase=pod.status.phase)))
 
 
-def demand_for(pod: Pod) -> PodDemand:
-    """The pod's demand; pods of one shape share the object. Raises Impossible."""
-    wanted = [(each.stage, _ours(each.limits)) for each in pod.containers]
-    if not any(limits for _, limits in wanted):
-        return _NOTHING
-    try:
-        return _demand(tuple(wanted))
-    except Impossible:
-        return pod_demand(pod)  # once more, for a sentence that names the container
-
-
-_NOTHING = PodDemand()
-
-
-def _ours(limits: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple((resource, limits[resource]) for resource in RESOURCES if limits.get(resource))
-
-
-@lru_cache(maxsize=4096)
-def _demand(wanted: tuple[tuple[Stage, tuple[tuple[str, int], ...]], ...]) -> PodDemand:
-    containers = [Container(str(n), dict(limits), stage) for n, (stage, limits) in enumerate(wanted)]
-    return pod_demand(Pod("", "", tuple(containers)))
-
-
 # The mode of each unit of a pair, and its place in the pair.
 _MODES = {
     unit: (mode, place)
@@ -193,11 +163,24 @@ def _held(pod: WatchedPod, demand: PodDemand) -> tuple[HeldUnits, ...] | None:
     statuses = [*pod.status.container_statuses, *pod.status.init_container_statuses]
     if not demand.slots or not any(each.allocated_resources_status for each in statuses):
         return None
-    held: dict[tuple[str, Mode], tuple[set[str], set[str], set[str]]] = {}
-    for status in statuses:
-        for devices in status.allocated_resources_status:
-            if devices.name in _FRACTIONS:
-                _add(held, status.name, devices.resources)
+    given = [
+        (status.name, device.id)
+        for status in statuses
+        for devices in status.allocated_resources_status
+        if devices.name in _FRACTIONS
+        for device in devices.resources
+    ]
+    held: dict[tuple[str, Mode], tuple[set[str], set[str], set[str]]] = {}  # cores, blocks, containers
+    for container, device_id in given:
+        try:
+            parsed = parse(device_id)
+        except BadDeviceId:
+            continue
+        if parsed.unit in _MODES:
+            mode, place = _MODES[parsed.unit]
+            one = held.setdefault((parsed.gpu, mode), (set(), set(), set()))
+            one[place].add(device_id)
+            one[2].add(container)
     cores = sum(len(one[0]) for one in held.values())
     blocks = sum(len(one[1]) for one in held.values())
     if cores < sum(slot.demand.cores for slot in demand.slots) or blocks < sum(
@@ -207,25 +190,3 @@ def _held(pod: WatchedPod, demand: PodDemand) -> tuple[HeldUnits, ...] | None:
     return tuple(
         HeldUnits(uuid, mode, len(one[0]), len(one[1]), len(one[2])) for (uuid, mode), one in held.items()
     )
-
-
-def _add(
-    held: dict[tuple[str, Mode], tuple[set[str], set[str], set[str]]],
-    container: str,
-    devices: Sequence[_Device],
-) -> None:
-    for device in devices:
-        try:
-            parsed = parse(device.id)
-        except BadDeviceId:
-            continue
-        if parsed.unit in _MODES:
-            mode, place = _MODES[parsed.unit]
-            one = held.setdefault((parsed.gpu, mode), (set(), set(), set()))
-            one[place].add(device.id)
-            one[2].add(container)
-
-
-def decode_pod(raw: Any) -> WatchedPod:  # noqa: ANN401  bytes or Raw
-    """A pod out of a request. Raises msgspec.DecodeError."""
-    return _pods.decode(raw)

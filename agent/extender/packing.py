@@ -22,7 +22,7 @@ Ordering = Callable[[Slot, Sequence[FreeGpu]], Callable[[FreeGpu], tuple[float, 
 
 
 @dataclass(slots=True)
-class Work:
+class SearchWork:
     """Steps that were done; one is a slot tried on a GPU."""
 
     steps: int = 0
@@ -35,7 +35,7 @@ def fullest_first(slot: Slot, gpus: Sequence[FreeGpu]) -> Callable[[FreeGpu], tu
 
 
 def pack(
-    free: FreeCapacity, slots: Sequence[Slot], topology: Topology, ordering: Ordering, work: Work
+    free: FreeCapacity, slots: Sequence[Slot], topology: Topology, ordering: Ordering, work: SearchWork
 ) -> tuple[Chosen, After] | None:
     """GPUs by index for each slot, and what the GPUs of these modes have left; None: no packing was found.
 
@@ -64,7 +64,7 @@ _Found = tuple[list[tuple[int, ...]], After]
 
 
 def _first(
-    mode: ModeCapacity, slot: Slot, topology: Topology, ordering: Ordering, work: Work
+    mode: ModeCapacity, slot: Slot, topology: Topology, ordering: Ordering, work: SearchWork
 ) -> _Found | None:
     work.steps += 1
     if slot.demand.whole:
@@ -81,7 +81,7 @@ def _first(
 
 
 def _packed(
-    mode: ModeCapacity, slots: Sequence[Slot], topology: Topology, ordering: Ordering, work: Work
+    mode: ModeCapacity, slots: Sequence[Slot], topology: Topology, ordering: Ordering, work: SearchWork
 ) -> _Found | None:
     work.steps += LOOK_STEPS
     start = {gpu.index: gpu for gpu in mode.gpus}
@@ -118,7 +118,7 @@ def _take_whole(now: After, slot: Slot, topology: Topology) -> tuple[int, ...]:
     return indices
 
 
-def _cannot_fit(now: After, slots: Sequence[Slot], work: Work) -> bool:
+def _cannot_fit(now: After, slots: Sequence[Slot], work: SearchWork) -> bool:
     """Whether counting alone shows that shares cannot fit: each of the largest needs a part of a GPU.
 
     `slots` come in descending order of cores, so each of the first n is at least as large as the n-th.
@@ -142,7 +142,7 @@ _State = tuple[int, tuple[tuple[int, int, int, bool], ...]]
 class _Search:
     """Depth first, going back where the rest does not fit."""
 
-    def __init__(self, slots: Sequence[Slot], ordering: Ordering, work: Work) -> None:
+    def __init__(self, slots: Sequence[Slot], ordering: Ordering, work: SearchWork) -> None:
         self._slots = slots
         self._ordering = ordering
         self._work = work

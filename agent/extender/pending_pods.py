@@ -6,8 +6,8 @@ reason Unschedulable.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import anyio
 import anyio.lowlevel
@@ -16,22 +16,25 @@ from agent.cluster.api import KubeApi
 from agent.cluster.deltas import DeltaReflector
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.reflector import Metadata
+from agent.extender.choice import refusal
 from agent.extender.fleet import Fleet
+from agent.extender.free_capacity import free_capacity
 from agent.extender.gangs import Gangs, Member
-from agent.extender.objects import PodCondition, WatchedPod, as_model, decode_pod, demand_for, gang_of
-from agent.extender.pod_demand import PodDemand
-from agent.extender.verdicts import Verdicts
-from agent.extender.waiting_reason import WaitingReason, waiting_reason
+from agent.extender.objects import PodCondition, WatchedPod, as_model, decode_pod, gang_of
+from agent.extender.packing import SearchWork
+from agent.extender.pod_demand import WHOLE_GPU, PodDemand, Slot, pod_demand
+from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.kit.supervise import Supervisor
 from agent.model.demand import WAITING_FOR_GPU, Impossible
+from agent.model.modes import PAIRS, Mode
+from agent.model.node_inventory import NodeInventory
 
 UNBOUND = "spec.nodeName=,status.phase=Pending"
 LOOK_SECONDS = 2.0
 # A reason that changes is reported again; a full cluster is not searched for each pod all the time.
 AGAIN_SECONDS = 60.0
 PODS_A_LOOK = 32
-
-
+MOST_REASONS = 2  # that an event names, the most frequent first
 UNSCHEDULABLE = PodCondition("PodScheduled", "False", "Unschedulable")
 
 
@@ -44,6 +47,14 @@ class PendingPod:
     problem: str = ""
     waits: bool = True  # kube-scheduler found no node for it
     member: Member | None = None  # of a gang
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingReason:
+    """`kind` stays the same while only figures change."""
+
+    kind: str
+    sentence: str
 
 
 def read_pending(raw: bytes) -> tuple[Metadata, PendingPod | None]:
@@ -59,7 +70,7 @@ def _pending(pod: WatchedPod) -> PendingPod | None:
     about = Regarding("Pod", meta.name, meta.namespace, meta.uid)
     waits = UNSCHEDULABLE in pod.status.conditions
     try:
-        demand = demand_for(as_model(pod))
+        demand = pod_demand(as_model(pod))
     except Impossible as error:
         return PendingPod(about, None, str(error), waits)
     if demand.nothing:
@@ -108,7 +119,6 @@ class PendingPods:
         self._supervisor = supervisor
         self._complete = complete
         self._gangs = gangs
-        self._members: set[str] = set()
         self._waiting: dict[str, _Waiting] = {}
         self._watch = DeltaReflector(
             api, "/api/v1/pods", {"fieldSelector": UNBOUND}, read_pending, self, "pending pods"
@@ -122,8 +132,8 @@ class PendingPods:
         return self._watch.problem or ""
 
     def replaced(self, values: Mapping[str, PendingPod | None]) -> None:
-        for uid in (self._waiting.keys() | self._members) - values.keys():
-            self.removed(uid, None)
+        for uid in (self._waiting.keys() | self._gangs.shown) - values.keys():
+            self._gone(uid, ended=False)
         for uid, pod in values.items():
             self.changed(uid, pod)
 
@@ -132,11 +142,9 @@ class PendingPods:
             self._gone(uid, ended=True)
             return
         if value.member:
-            self._members.add(uid)
             self._gangs.show(uid, value.member)
-        elif uid in self._members:  # its label was taken away
-            self._members.remove(uid)
-            self._gangs.hide(uid, ended=True)
+        else:
+            self._gangs.hide(uid, ended=True)  # perhaps its label was taken away
         known = self._waiting.get(uid)
         if not value.waits:
             self._waiting.pop(uid, None)
@@ -152,9 +160,7 @@ class PendingPods:
 
     def _gone(self, uid: str, *, ended: bool) -> None:
         self._waiting.pop(uid, None)
-        if uid in self._members:
-            self._members.remove(uid)
-            self._gangs.hide(uid, ended=ended)
+        self._gangs.hide(uid, ended=ended)
 
     async def run(self) -> None:
         """Watch, and write events while the ledger is complete, until cancelled."""
@@ -188,9 +194,107 @@ class PendingPods:
 
     async def _reason(self, demand: PodDemand) -> WaitingReason | None:
         """None: there is room, and the pod waits for something else or for the scheduler's next attempt."""
-        names = list(self._fleet.names)
-        fitting, refused = await self._verdicts.judge(demand, names)
+        fitting, refused = await self._verdicts.judge(demand, list(self._fleet.nodes))
         if fitting:
             return None
         await anyio.lowlevel.checkpoint()
         return waiting_reason(self._fleet, demand, refused)
+
+
+def waiting_reason(fleet: Fleet, demand: PodDemand, refused: Mapping[str, str]) -> WaitingReason:
+    """Why no node has room, in one sentence with the remedy, for the pod's owner.
+
+    `refused`: every node that was looked at, with the reason. The sentence names no other pods, which may be
+    other tenants'.
+    """
+    nodes = [node for name in refused if (node := fleet.nodes.get(name))]
+    ours = {node.name: node.inventory for node in nodes if node.inventory}
+    # Other agents' GPUs: nothing is known of them but their number.
+    others = [
+        node.name
+        for node in nodes
+        if node.inventory is None and all(node.totals.get(each, 0) for each, _ in demand.totals)
+    ]
+    if others:
+        return _full(demand, refused, [*ours, *others])
+    if not ours:
+        return WaitingReason(
+            "no GPUs",
+            "no node offers GPUs by this agent; an administrator gives a node a mode with the label "
+            "nvidia-device-enable",
+        )
+    lacking = _modes_nobody_offers(ours.values(), demand)
+    if lacking:
+        return WaitingReason("no mode", _no_mode(lacking))
+    if not _would_fit_when_empty(ours.values(), demand):
+        return WaitingReason(
+            "too large", f"no node could hold {_in_words(demand)} even if it were empty; {_less(demand)}"
+        )
+    return _full(demand, refused, ours)
+
+
+def _full(demand: PodDemand, refused: Mapping[str, str], names: Iterable[str]) -> WaitingReason:
+    seen = Counter(refused[name] for name in names if refused[name] != NOT_REACHED)
+    most = ", ".join(
+        f"{reason} ({count} node{'s' if count > 1 else ''})"
+        for reason, count in seen.most_common(MOST_REASONS)
+    )
+    seen_text = f": {most}" if most else ""
+    return WaitingReason(
+        "full",
+        f"no node has room now for {_in_words(demand)}{seen_text}; ask for less, or wait: the pod starts "
+        "when enough is free",
+    )
+
+
+def _modes_nobody_offers(inventories: Iterable[NodeInventory], demand: PodDemand) -> list[Mode]:
+    wanted = {slot.mode for slot in demand.slots} | ({Mode.PGPU} if demand.gpus else set())
+    offered = {gpu.mode for inventory in inventories for gpu in inventory.gpus}
+    return sorted(wanted - offered, key=lambda mode: mode.value)
+
+
+def _no_mode(lacking: list[Mode]) -> str:
+    wanted = " and ".join(PAIRS[mode].core if mode in PAIRS else WHOLE_GPU for mode in lacking)
+    labels = " or ".join(f"nvidia-device-enable={mode.value}" for mode in lacking)
+    return (
+        f"no node offers {wanted}; ask for the resources of a mode that nodes are in, or have an "
+        f"administrator label a node {labels}"
+    )
+
+
+def _would_fit_when_empty(inventories: Iterable[NodeInventory], demand: PodDemand) -> bool:
+    tried: set[tuple[tuple[Mode, int, int], ...]] = set()  # nodes come in a few kinds
+    for inventory in inventories:
+        # GPUs that are unhealthy or drain now may be used again: wait for them.
+        gpus = tuple(replace(gpu, trouble="", offered=True) for gpu in inventory.gpus)
+        kind = tuple((gpu.mode, gpu.memory_mib, gpu.replicas) for gpu in gpus)
+        if kind in tried:
+            continue
+        tried.add(kind)
+        empty = replace(inventory, gpus=gpus)
+        if not refusal(free_capacity(empty, ()), demand, empty, SearchWork()):
+            return True
+    return False
+
+
+def _in_words(demand: PodDemand) -> str:
+    parts = [f"{demand.gpus} x {' and '.join(demand.whole_gpus)}"] if demand.gpus else []
+    parts += [_slot_in_words(slot, count) for slot, count in Counter(demand.slots).items()]
+    return " and ".join(parts)
+
+
+def _slot_in_words(slot: Slot, count: int) -> str:
+    pair = PAIRS[slot.mode]
+    want = slot.demand
+    if want.whole:
+        text = f"{want.whole} whole GPU{'s' if want.whole > 1 else ''} in mode {slot.mode.value}"
+    else:
+        cores = f"{want.cores} {pair.core} and " if want.cores else ""
+        text = f"{cores}{want.blocks} {pair.memory} of one GPU"
+    return text if count == 1 else f"{count} times {text}"
+
+
+def _less(demand: PodDemand) -> str:
+    several = len(demand.slots) > 1 or demand.gpus > 1 or any(slot.demand.whole > 1 for slot in demand.slots)
+    spread = ", or spread the work over more pods" if several else ""
+    return f"ask for less{spread}, or for nodes with larger GPUs"

@@ -6,14 +6,17 @@ inherit units from init containers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
-from agent.model.demand import Demand, Pod, Stage, demand_of, init_group_of
-from agent.model.modes import PAIRS, Mode
+from agent.model.demand import Container, Demand, Impossible, Pod, Stage, demand_of, init_group_of
+from agent.model.modes import OFFERED_MODES, PAIRS, Mode
 from agent.model.placement import ASSIGNED, HINT, indices_in, places
 from agent.model.units import ResourcePair
 
-WHOLE_GPU = "nvidia.com/gpu"
-RESOURCES = (WHOLE_GPU, *(name for pair in PAIRS.values() for name in (pair.core, pair.memory)))
+# A node lists its time slices by the first of these names, or by another.
+WHOLE_GPUS = Mode.PGPU.resources
+WHOLE_GPU = WHOLE_GPUS[0]
+RESOURCES = tuple(name for mode in OFFERED_MODES for name in mode.resources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class PodDemand:
-    """The demand of a pod; `gpus` counts whole GPUs or time slices of the pgpu resource."""
+    """The demand of a pod; `gpus` counts whole GPUs or time slices in mode pgpu, by whichever name."""
 
     slots: tuple[Slot, ...] = ()
     gpus: int = 0
@@ -43,13 +46,36 @@ class PodDemand:
     def nothing(self) -> bool:
         return not self.totals
 
+    @property
+    def whole_gpus(self) -> tuple[str, ...]:
+        """The resources by which it asks for `gpus`."""
+        return tuple(name for name, _ in self.totals if name in WHOLE_GPUS)
+
 
 def pod_demand(pod: Pod) -> PodDemand:
-    """Raises Impossible for a request that no node can grant."""
+    """Raises Impossible for a request that no node can grant. Pods of one shape share the object."""
+    wanted = tuple((each.stage, _ours(each.limits)) for each in pod.containers)
+    try:
+        return _of_shape(wanted)
+    except Impossible:
+        return _worked_out(pod)  # once more, for a sentence that names the container
+
+
+def _ours(limits: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((resource, limits[resource]) for resource in RESOURCES if limits.get(resource))
+
+
+@lru_cache(maxsize=4096)
+def _of_shape(wanted: tuple[tuple[Stage, tuple[tuple[str, int], ...]], ...]) -> PodDemand:
+    containers = [Container(str(n), dict(limits), stage) for n, (stage, limits) in enumerate(wanted)]
+    return _worked_out(Pod("", "", tuple(containers)))
+
+
+def _worked_out(pod: Pod) -> PodDemand:
     slots = [slot for mode, pair in PAIRS.items() for slot in _slots(mode, pair, pod)]
     slots.sort(key=lambda slot: slot.size, reverse=True)
     totals = tuple((name, count) for name in RESOURCES if (count := _counted(name, pod)))
-    return PodDemand(tuple(slots), _allocated(WHOLE_GPU, pod), totals)
+    return PodDemand(tuple(slots), sum(_allocated(name, pod) for name in WHOLE_GPUS), totals)
 
 
 def _slots(mode: Mode, pair: ResourcePair, pod: Pod) -> list[Slot]:

@@ -28,47 +28,38 @@ class _Args(msgspec.Struct, rename="pascal"):
     node_names: list[str] | None = None
 
 
-class _Named(msgspec.Struct):
-    name: str
+class _ObjectMeta(msgspec.Struct):
+    name: str = ""
+    uid: str = ""
 
 
 class _Object(msgspec.Struct):
-    metadata: _Named
+    metadata: _ObjectMeta
 
 
-class _MetaPod(msgspec.Struct):
-    uid: str = msgspec.field(name="UID")
+class _Victim(msgspec.Struct):
+    """A pod as a whole, or its UID alone, which Go calls a MetaPod."""
 
-
-class _MetaVictims(msgspec.Struct, rename="pascal"):
-    pods: list[_MetaPod] = msgspec.field(default_factory=list)
-    violations: int = msgspec.field(default=0, name="NumPDBViolations")
-
-
-class _Uid(msgspec.Struct):
-    uid: str
-
-
-class _VictimPod(msgspec.Struct):
-    metadata: _Uid
+    metadata: _ObjectMeta = msgspec.field(default_factory=_ObjectMeta)
+    meta_uid: str = msgspec.field(default="", name="UID")
 
     @property
     def uid(self) -> str:
-        return self.metadata.uid
+        return self.meta_uid or self.metadata.uid
 
 
 class _Victims(msgspec.Struct, rename="pascal"):
-    pods: list[_VictimPod] = msgspec.field(default_factory=list)
+    pods: list[_Victim] = msgspec.field(default_factory=list)
     violations: int = msgspec.field(default=0, name="NumPDBViolations")
 
 
 class _PreemptionArgs(msgspec.Struct, rename="pascal"):
     pod: msgspec.Raw
     node_name_to_victims: dict[str, _Victims] | None = None
-    node_name_to_meta_victims: dict[str, _MetaVictims] | None = None
+    node_name_to_meta_victims: dict[str, _Victims] | None = None
 
 
-class Binding(msgspec.Struct, rename="pascal", frozen=True):
+class BindingArgs(msgspec.Struct, rename="pascal", frozen=True):
     pod_name: str
     pod_namespace: str
     node: str
@@ -100,11 +91,10 @@ class Preemption:
 
 
 _args, _objects = msgspec.json.Decoder(_Args), msgspec.json.Decoder(_Object)
-_bindings = msgspec.json.Decoder(Binding)
+_bindings = msgspec.json.Decoder(BindingArgs)
 _preemptions = msgspec.json.Decoder(_PreemptionArgs)
 _NAME = re.compile("[a-z0-9]([-a-z0-9.]*[a-z0-9])?")  # RFC 1123, as the API server takes names
 LONGEST_NAME = 253
-_DEEP = "it is nested too deep"
 T = TypeVar("T")
 
 
@@ -118,6 +108,8 @@ def asked(body: bytes) -> Asked:
     if found.nodes is None:
         raise BadRequest("there are neither Nodes nor NodeNames; nothing was done")
     objects = {_decoded(_objects.decode, raw).metadata.name: raw for raw in found.nodes.items}
+    if "" in objects:
+        raise BadRequest("a node has no name; nothing was done")
     return Asked(found.pod, list(objects), objects)
 
 
@@ -125,15 +117,18 @@ def preemption(body: bytes) -> Preemption:
     """The arguments of preempt. Raises BadRequest."""
     found = _decoded(_preemptions.decode, body)
     pod, only_gpus = _decoded(decode_pod, found.pod), _decoded(only_gpus_matter, found.pod)
-    whole, named = found.node_name_to_victims, found.node_name_to_meta_victims
-    proposed: Mapping[str, _Victims | _MetaVictims] | None = whole if named is None else named
+    proposed = found.node_name_to_meta_victims
+    if proposed is None:
+        proposed = found.node_name_to_victims
     if proposed is None:
         raise BadRequest("there are neither NodeNameToVictims nor NodeNameToMetaVictims; nothing was done")
     victims = {node: [each.uid for each in one.pods] for node, one in proposed.items()}
+    if not all(map(all, victims.values())):
+        raise BadRequest("a victim has no UID; nothing was done")
     return Preemption(pod, only_gpus, victims, {node: one.violations for node, one in proposed.items()})
 
 
-def binding(body: bytes) -> Binding:
+def binding(body: bytes) -> BindingArgs:
     """The arguments of bind. Raises BadRequest."""
     found = _decoded(_bindings.decode, body)
     if not (found.pod_name and found.pod_namespace and found.pod_uid and found.node):
@@ -148,10 +143,9 @@ def binding(body: bytes) -> Binding:
 def _decoded(decode: Callable[[Any], T], data: bytes | msgspec.Raw) -> T:
     try:
         return decode(data)
-    except RecursionError as error:
-        raise BadRequest(f"the request cannot be understood: {_DEEP}; nothing was done") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the request cannot be understood: {error}; nothing was done") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise BadRequest(f"the request cannot be understood: {why}; nothing was done") from error
 
 
 def filtered(

@@ -22,7 +22,7 @@ Size = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
 Weight = Annotated[float, Meta(ge=0, le=1e6)]
 
 
-class Http(Section, frozen=True):
+class PlainHttp(Section, frozen=True):
     """Plain HTTP: probes, metrics and, for the API server's service proxy, the scheduler's verbs."""
 
     address: str = "0.0.0.0"  # noqa: S104  the kubelet probes the pod's address
@@ -47,7 +47,7 @@ class Tls(Section, frozen=True):
     )
 
 
-class Cluster(Section, frozen=True):
+class ApiAccess(Section, frozen=True):
     """Access to the Kubernetes API server."""
 
     kubeconfig: AbsolutePath | None = None  # null: the pod's service account
@@ -71,7 +71,7 @@ class Serving(Section, frozen=True):
     selector: str = ""  # labels of all replicas, as the API server takes a label selector
 
 
-class Settings(Section, frozen=True):
+class ExtenderSettings(Section, frozen=True):
     """The whole configuration of the extender."""
 
     version: Literal[1] = 1
@@ -83,16 +83,16 @@ class Settings(Section, frozen=True):
     # How long GPUs are kept for a member of a gang between filter and bind.
     gang_seconds: Annotated[float, Meta(ge=5, le=600)] = 60.0
     logging: Logging = Logging()
-    http: Http = Http()
+    http: PlainHttp = PlainHttp()
     tls: Tls = Tls()
-    cluster: Cluster = Cluster()
+    cluster: ApiAccess = ApiAccess()
     lease: Lease = Lease()
     serving: Serving = Serving()
 
 
 def load(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Sequence[str] = ()
-) -> Settings:
+) -> ExtenderSettings:
     """Settings from a YAML file, `GPU_NODE_EXTENDER_*` variables and `key.path=value` flags.
 
     Blocks on the file. Raises ConfigurationError.
@@ -101,7 +101,7 @@ def load(
     variables = {
         name: value for name, value in given.items() if name.removeprefix(ENVIRONMENT_PREFIX) not in RESERVED
     }
-    found = configuration.load(Settings, file, variables, flags, ENVIRONMENT_PREFIX)
+    found = configuration.load(ExtenderSettings, file, variables, flags, ENVIRONMENT_PREFIX)
     if found.lease.renew_seconds >= found.lease.duration_seconds:
         fault = (
             f"lease.renewSeconds is {found.lease.renew_seconds:g}, not below lease.durationSeconds "
@@ -112,4 +112,4 @@ def load(
 
 
 def schema() -> dict[str, Any]:
-    return configuration.schema(Settings)
+    return configuration.schema(ExtenderSettings)

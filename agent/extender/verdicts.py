@@ -5,16 +5,15 @@ Pods come in a few shapes. For each shape the verdict on every node is kept unti
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import anyio.lowlevel
 
 from agent.extender.choice import Worth
 from agent.extender.fleet import UNKNOWN_NODE, Fleet
 from agent.extender.free_capacity import Summary
-from agent.extender.packing import Work
+from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import PodDemand
 from agent.model.placement import PlacementPolicy
 
@@ -28,14 +27,16 @@ NODES_AT_ONCE = 2048
 PICK_STEPS = 8  # of a choice with its worth, whatever the search takes
 NOT_REACHED = "not reached: containers of such sizes take long to place; the next attempt goes on from here"
 
-K = TypeVar("K")
-V = TypeVar("V")
-
 
 @dataclass(slots=True)
 class _Shape:
-    by_node: dict[str, str] = field(default_factory=dict)
+    """Answers for one demand that still hold."""
+
+    verdicts: dict[str, str] = field(default_factory=dict)  # by node
     alike: dict[Summary, str] = field(default_factory=dict)
+    worths: dict[PlacementPolicy, dict[str, Worth]] = field(
+        default_factory=lambda: {each: {} for each in PlacementPolicy}
+    )
 
 
 class Verdicts:
@@ -43,18 +44,17 @@ class Verdicts:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self._verdicts: OrderedDict[PodDemand, _Shape] = OrderedDict()
-        self._worths: OrderedDict[tuple[PodDemand, PlacementPolicy], dict[str, Worth]] = OrderedDict()
+        self._shapes: OrderedDict[PodDemand, _Shape] = OrderedDict()  # the one that was used last is last
         fleet.on_change = self._changed
 
     async def judge(self, demand: PodDemand, names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
         """Nodes that a demand fits on, and the others with the reason."""
-        shape = _kept(self._verdicts, demand, _Shape)
-        known, alike = shape.by_node, shape.alike
+        shape = self._shape(demand)
+        known, alike = shape.verdicts, shape.alike
         fitting: list[str] = []
         refused: dict[str, str] = {}
         verdict = self.fleet.verdict
-        work, pause = Work(), _Pause()
+        work, pause = SearchWork(), _Pause()
         for name in names:
             reason = known.get(name)
             if reason is None:
@@ -77,9 +77,9 @@ class Verdicts:
 
         A score in proportion would let the ten best of a thousand nodes look alike.
         """
-        known = _kept(self._worths, (demand, policy), dict[str, Worth])
+        known = self._shape(demand).worths[policy]
         pick = self.fleet.pick
-        work, pause = Work(), _Pause()
+        work, pause = SearchWork(), _Pause()
         worths: list[Worth | None] = []
         for name in names:
             if name not in known:
@@ -99,11 +99,18 @@ class Verdicts:
         scores = {worth: BEST - place for place, worth in enumerate(heapq.nsmallest(BEST, distinct))}
         return [0 if worth is None else scores.get(worth, 0) for worth in worths]
 
+    def _shape(self, demand: PodDemand) -> _Shape:
+        shape = self._shapes.setdefault(demand, _Shape())
+        self._shapes.move_to_end(demand)
+        if len(self._shapes) > SHAPES:
+            self._shapes.popitem(last=False)
+        return shape
+
     def _changed(self, name: str) -> None:
-        for shape in self._verdicts.values():
-            shape.by_node.pop(name, None)
-        for worths in self._worths.values():
-            worths.pop(name, None)
+        for shape in self._shapes.values():
+            shape.verdicts.pop(name, None)
+            for worths in shape.worths.values():
+                worths.pop(name, None)
 
 
 class _Pause:
@@ -113,20 +120,9 @@ class _Pause:
         self._nodes = 0
         self._steps = 0
 
-    def due(self, work: Work) -> bool:
+    def due(self, work: SearchWork) -> bool:
         self._nodes += 1
         if self._nodes % NODES_AT_ONCE and work.steps - self._steps < PAUSE_STEPS:
             return False
         self._steps = work.steps
         return True
-
-
-def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    found = cache.get(key)
-    if found is None:
-        found = cache[key] = make()
-        if len(cache) > SHAPES:
-            cache.popitem(last=False)
-    else:
-        cache.move_to_end(key)
-    return found

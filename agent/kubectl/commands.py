@@ -7,6 +7,7 @@ import json
 import secrets
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from agent.kubectl.view import (
     PAIRS,
     PREFIX,
     Document,
-    Seen,
+    VisiblePods,
     asks,
     cordons_of,
     limits_of,
@@ -121,7 +122,7 @@ def _explained(kubectl: Kubectl, pod: Document, namespace: str) -> list[str]:
         return [f"pod {namespace}/{pod['metadata']['name']} asks for no GPU; see its events"]
     where = pod["spec"].get("nodeName")
     seen = visible_pods(kubectl.get, namespace, missing)
-    seen = Seen([*seen.pods, pod])
+    seen = VisiblePods([*seen.pods, pod])
     try:
         if where:
             node = node_view(kubectl.get(f"/api/v1/nodes/{_quoted(where)}"), seen)
@@ -317,7 +318,10 @@ def do_try(kubectl: Kubectl, options: argparse.Namespace) -> int:
         spec["runtimeClassName"] = options.runtime_class
     labels = {"app.kubernetes.io/name": "gpu-node-agent-try"}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
-    kubectl.run("create", "--raw", pods, "-f", "-", stdin=json.dumps(pod))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:  # a login may need the standard input
+        json.dump(pod, file)
+        file.flush()
+        kubectl.run("create", "--raw", pods, "-f", file.name)
     try:
         return _tried(kubectl, f"{pods}/{name}", options)
     finally:

@@ -8,11 +8,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 CALL_SECONDS = 60.0
+LOGIN_SECONDS = 300.0  # where a login has said something: a person types, or opens a page
+PASS_ON_SECONDS = 0.3
+LOOK_SECONDS = 0.1
 FORBIDDEN = re.compile(
     r'cannot (\w+) resource "([^"]+)" in API group "[^"]*"'
     r'(?: in the namespace "([^"]+)"| at the cluster scope)'
@@ -48,8 +55,10 @@ class MissingRight(KubectlFailed):
 
 
 class Kubectl:
-    def __init__(self, flags: Sequence[str] = (), program: str = "") -> None:
+    def __init__(self, flags: Sequence[str] = (), program: str = "", *, asks: bool = True) -> None:
+        """`asks`: whether a login may ask something on the terminal."""
         self._command = [program or os.environ.get("KUBECTL", "kubectl"), *flags]
+        self._asks = asks
 
     def get(self, path: str) -> Any:  # noqa: ANN401  a value of JSON
         """The object at a path. Raises KubectlFailed."""
@@ -59,32 +68,63 @@ class Kubectl:
         except ValueError as error:
             raise KubectlFailed(f"the API server's answer for {path} is no JSON: {error}") from error
 
-    def run(self, *arguments: str, stdin: str | None = None) -> str:
-        """Run it; its output. Raises KubectlFailed."""
-        try:
-            done = subprocess.run(
-                [*self._command, *arguments],
-                input=stdin,
-                stdin=None if stdin is not None else subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=CALL_SECONDS,
-                check=False,
-            )
-        except FileNotFoundError as error:
-            raise KubectlFailed(f"{self._command[0]} is not in PATH: install kubectl") from error
-        except OSError as error:
-            raise KubectlFailed(f"{self._command[0]} cannot be run: {error}") from error
-        except subprocess.TimeoutExpired as error:
-            # A login may have asked for something, such as to open a page.
-            said = " ".join((error.stderr or b"").decode(errors="replace").split())
-            raise KubectlFailed(
-                f"kubectl {arguments[0]} did not end within {CALL_SECONDS:g} s"
-                + (f"; it said: {said} (log in first, with any command of kubectl)" if said else "")
-            ) from error
-        if done.returncode:
-            raise failure(done.stderr)
-        return done.stdout
+    def run(self, *arguments: str) -> str:
+        """Run it; its output. Raises KubectlFailed.
+
+        It has the terminal to read from, where there is one, since its login may be a program that asks.
+        """
+        terminal = self._asks and sys.stdin is not None and sys.stdin.isatty()
+        with tempfile.TemporaryFile() as output:
+            try:
+                process = subprocess.Popen(
+                    [*self._command, *arguments],
+                    stdin=None if terminal else subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.PIPE,
+                )
+            except FileNotFoundError as error:
+                raise KubectlFailed(f"{self._command[0]} is not in PATH: install kubectl") from error
+            except OSError as error:
+                raise KubectlFailed(f"{self._command[0]} cannot be run: {error}") from error
+            with process:
+                try:
+                    said = self._heard(process, arguments[0])
+                except BaseException:
+                    process.kill()
+                    raise
+            output.seek(0)
+            if process.returncode:
+                raise failure(said)
+            return output.read().decode(errors="replace")
+
+    def _heard(self, process: subprocess.Popen[bytes], command: str) -> str:
+        """Its standard error until it ends, less what was passed on. Raises KubectlFailed if it does not end.
+
+        What stands there while kubectl goes on is a question of a login, or a page to open: it is passed on.
+        What comes just before the end is an error, which the caller says in its own words.
+        """
+        assert process.stderr is not None
+        began, said, shown, fresh, open_ = time.monotonic(), b"", 0, 0.0, True
+        while process.poll() is None or (open_ and _readable(process.stderr, 0.0)):
+            now = time.monotonic()
+            if now - began > (LOGIN_SECONDS if shown else CALL_SECONDS):
+                words = " ".join(said.decode(errors="replace").split())
+                raise KubectlFailed(
+                    f"kubectl {command} did not end within {now - began:.0f} s"
+                    + (f"; it said: {words} (log in first, with any command of kubectl)" if words else "")
+                )
+            if self._asks and len(said) > shown and now - fresh > PASS_ON_SECONDS:
+                sys.stderr.write(said[shown:].decode(errors="replace"))
+                sys.stderr.flush()
+                shown = len(said)
+            if not open_:
+                time.sleep(LOOK_SECONDS)
+            elif _readable(process.stderr, LOOK_SECONDS):
+                part = os.read(process.stderr.fileno(), 1 << 16)
+                fresh = now if len(said) == shown else fresh
+                said, open_ = said + part, bool(part)
+        rest = said[shown:].strip()
+        return (rest or said).decode(errors="replace")
 
     def namespace(self) -> str:
         """The namespace of the context, from the kubeconfig alone."""
@@ -92,6 +132,10 @@ class Kubectl:
             return self.run("config", "view", "--minify", "-o", "jsonpath={..namespace}").strip() or "default"
         except KubectlFailed:
             return "default"  # no context, as in a pod
+
+
+def _readable(stream: IO[bytes], seconds: float) -> bool:
+    return bool(select.select([stream], [], [], seconds)[0])
 
 
 def failure(said: str) -> KubectlFailed:

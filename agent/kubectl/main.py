@@ -18,6 +18,7 @@ from agent.kubectl.commands import (
     do_try,
     plain,
 )
+from agent.kubectl.completion import COMPLETE, NO_FILES, SCRIPT, completions
 from agent.kubectl.kube import Kubectl, KubectlFailed
 from agent.kubectl.page import do_page
 
@@ -46,7 +47,9 @@ def plugin_parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=do_overview)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands; without one: the overview of nodes")
 
-    top = commands.add_parser("top", parents=[usual], help="how much of each GPU is allocated, and to whom")
+    top = commands.add_parser(
+        "top", parents=[usual], help="how much of each GPU is allocated, and to whom (not how busy it is)"
+    )
     _documents(top, argparse.SUPPRESS)
     top.add_argument("--once", action="store_true", help="print it once and end")
     top.set_defaults(command=do_top)
@@ -100,7 +103,18 @@ def plugin_parser() -> argparse.ArgumentParser:
     )
     page.add_argument("--port", type=int, default=0, help="(default: any free one)")
     page.set_defaults(command=do_page)
+
+    completion = commands.add_parser(
+        "completion", help="print the program that kubectl asks for completion: kubectl_complete-gpu"
+    )
+    completion.set_defaults(command=do_completion)
     return parser
+
+
+def do_completion(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    del kubectl, options
+    print(SCRIPT, end="")
+    return 0
 
 
 def _documents(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -117,6 +131,10 @@ def _documents(parser: argparse.ArgumentParser, default: str | None = None) -> N
 
 def plugin_main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == [COMPLETE]:
+        print(*completions(plugin_parser(), arguments[1:], PASSED_ON), NO_FILES, sep="\n")
+        return 0
     options = plugin_parser().parse_args(arguments)
     flags = [f"--{name}={getattr(options, name)}" for name in PASSED_ON if hasattr(options, name)]
     kubectl = Kubectl(flags)

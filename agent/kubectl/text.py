@@ -6,7 +6,7 @@ import datetime as dt
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from agent.kubectl.fit import fragments, lacks, wants_of
+from agent.kubectl.fit import NeverFits, fragments, lacks, wants_of
 from agent.kubectl.view import OTHER, PAIRS, Document, pod_name
 
 MOST_NODES = 3  # that are named for each reason
@@ -138,7 +138,10 @@ def _holders(gpu: Document) -> str:
 
 def explained_waiting(pod: Document, view: Document) -> list[str]:
     """A pod that waits: what each node lacks, by the nodes' annotations."""
-    wants = wants_of(pod)
+    try:
+        wants = wants_of(pod)
+    except NeverFits as error:
+        return [f"pod {pod_name(pod)} waits for ever: {error}"]
     lines = [f"pod {pod_name(pod)} asks for {' + '.join(want.words() for want in wants)}"]
     reasons: dict[str, list[str]] = {}
     for node in view["nodes"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -15,6 +15,7 @@ PREFIX = "gpu-node-agent.io/"
 INVENTORY, HOLDERS, STATE, CORDON = (PREFIX + name for name in ("inventory", "holders", "state", "cordon"))
 DIGITS = 12  # of the digest of a pod's UID in the annotation of holders
 LAST_EVENTS = 20
+MOST_WAITERS = 5
 OTHER = "other"
 CUT = (120, 400, 1024)  # lengths at which the agent cuts sentences
 WHOLE = ("nvidia.com/gpu", "nvidia.com/gpu.shared")
@@ -25,16 +26,19 @@ PAIRS = {
 RESOURCES = {*WHOLE, *(name for pair in PAIRS.values() for name in pair)}
 UNFINISHED = quote("status.phase!=Succeeded,status.phase!=Failed", safe="")
 UNBOUND = quote("spec.nodeName=,status.phase=Pending", safe="")
-# Whole numbers, as the API server writes them: 1000 as 1k.
-QUANTITY = re.compile(r"([0-9]{1,18})([kMG]|[KMG]i)?")
-FACTORS = {None: 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+# Whole numbers in the short form of the API server, which keeps an exponent: 1000 as 1k, 1e3 as 1e3.
+QUANTITY = re.compile(r"([0-9]{1,18})(?:[eE]\+?([0-9]{1,2})|([kMGTPE]|[KMGTPE]i))?")
+FACTORS = {
+    **{suffix: 1000**power for power, suffix in enumerate("kMGTPE", 1)},
+    **{f"{suffix}i": 1024**power for power, suffix in enumerate("KMGTPE", 1)},
+}
 # namespace/name of a pod in a sentence; domains and paths are none.
 POD_NAME = re.compile(r"(?<![\w./-])([a-z0-9](?:[-a-z0-9]*[a-z0-9])?/[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?)")
 
 Document = dict[str, Any]  # a value of JSON
 
 
-class Seen:
+class VisiblePods:
     """Pods that the viewer may read, and the rights that were missing."""
 
     def __init__(self, pods: list[Document]) -> None:
@@ -57,17 +61,17 @@ def pod_name(pod: Document) -> str:
     return f"{meta.get('namespace', '')}/{meta['name']}"
 
 
-def visible_pods(get: Get, namespace: str, missing: list[str], which: str = UNFINISHED) -> Seen:
+def visible_pods(get: Get, namespace: str, missing: list[str], which: str = UNFINISHED) -> VisiblePods:
     """Pods of the cluster, else those of the namespace, else none; what was missing is added to `missing`."""
     for path in ("/api/v1/pods", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods"):
         try:
-            return Seen(get(f"{path}?fieldSelector={which}")["items"])
+            return VisiblePods(get(f"{path}?fieldSelector={which}")["items"])
         except MissingRight as error:
             missing.append(str(error))
-    return Seen([])
+    return VisiblePods([])
 
 
-def node_view(node: Document, seen: Seen) -> Document | None:
+def node_view(node: Document, seen: VisiblePods) -> Document | None:
     """A node with GPUs of this agent; None: it has none."""
     meta = node["metadata"]
     notes = meta.get("annotations") or {}
@@ -83,6 +87,9 @@ def node_view(node: Document, seen: Seen) -> Document | None:
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
         # One node's must not take the view of all others away.
         gpus, state = [], {"message": "its annotations cannot be understood"}
+    message, phase = seen.masked(str(state.get("message", ""))), state.get("state", "unknown")
+    if waiters := _waiters(gpus, seen, message) if phase in ("switching", "blocked") else "":
+        message += f" ({waiters})"
     conditions = {each.get("type"): each for each in node.get("status", {}).get("conditions") or []}
     ready = conditions.get("Ready", {}).get("status", "True") == "True"
     labels = meta.get("labels") or {}
@@ -92,8 +99,8 @@ def node_view(node: Document, seen: Seen) -> Document | None:
         "labels": labels,
         "mode": labels.get(PREFIX + "mode", "none"),
         "desired": state.get("desired", "none"),
-        "phase": state.get("state", "unknown"),
-        "message": seen.masked(str(state.get("message", ""))),
+        "phase": phase,
+        "message": message,
         "nodeReady": ready,
         "unschedulable": bool(node.get("spec", {}).get("unschedulable")),
         # Since when the agent knows of no newer holders; null: they are of now.
@@ -102,8 +109,23 @@ def node_view(node: Document, seen: Seen) -> Document | None:
     }
 
 
+def _waiters(gpus: Iterable[Document], seen: VisiblePods, message: str) -> str:
+    """Pods that a switch waits for and that the viewer may read; the agent's message counts all."""
+    waits = {name for gpu in gpus if gpu["cordon"] is None for name in gpu["waitingFor"]}
+    names = [name for name in waits & seen.names if name not in message]  # agents until 0.2 name them
+    more = f" and {len(names) - MOST_WAITERS} more" if len(names) > MOST_WAITERS else ""
+    return ", ".join(sorted(names)[:MOST_WAITERS]) + more
+
+
+def _waiting_for(count: object, holders: Sequence[Document], seen: VisiblePods) -> list[str]:
+    """Who holds a GPU that waits for their end; agents until 0.2 name some of them in place of a number."""
+    if isinstance(count, list):
+        return [seen.masked(each) for each in count]
+    return [each["pod"] or f"{each['pods']} {OTHER}" for each in holders] if count else []
+
+
 def gpu_view(
-    gpu: Document, states: Document, held: Document, cordons: Mapping[str, str], seen: Seen
+    gpu: Document, states: Document, held: Document, cordons: Mapping[str, str], seen: VisiblePods
 ) -> Document:
     index, uuid = int(gpu["i"]), str(gpu["u"])
     state, known = states.get(str(index), {}), held.get(uuid)
@@ -127,7 +149,7 @@ def gpu_view(
         "cordon": cordons.get(uuid, cordons.get(str(index))),
         "switchTo": wanted if wanted and wanted != gpu["m"] else None,
         "reason": seen.masked(state.get("reason", "")),
-        "waitingFor": [seen.masked(each) for each in state.get("waitingFor", [])],
+        "waitingFor": _waiting_for(state.get("waitingFor", 0), holders, seen),
         "known": known is not None,  # whether the agent says who holds what; earlier ones do not
         "blockMiB": total[2],
         "total": total[:2],
@@ -139,7 +161,7 @@ def gpu_view(
     }
 
 
-def holders_of(entries: Iterable[Any], seen: Seen) -> list[Document]:
+def holders_of(entries: Iterable[Any], seen: VisiblePods) -> list[Document]:
     """Holders by name where the viewer may read the pod; all others together."""
     found: list[Document] = []
     others: Document = {"pod": None, "cores": 0, "blocks": 0, "pods": 0}
@@ -176,7 +198,11 @@ def limits_of(container: Document) -> dict[str, int]:
     """The agent's resources that a container asks for."""
     limits = container.get("resources", {}).get("limits") or {}
     found = {name: QUANTITY.fullmatch(str(limits.get(name, ""))) for name in RESOURCES}
-    return {name: int(each[1]) * FACTORS[each[2]] for name, each in found.items() if each}
+    return {
+        name: int(each[1]) * 10 ** int(each[2] or 0) * FACTORS.get(each[3], 1)
+        for name, each in found.items()
+        if each
+    }
 
 
 def asks(pod: Document) -> bool:
@@ -189,7 +215,7 @@ def is_waiting(pod: Document) -> bool:
     return not pod.get("spec", {}).get("nodeName") and status.get("phase") == "Pending" and asks(pod)
 
 
-def last_events(get: Get, seen: Seen, missing: list[str]) -> list[Document]:
+def last_events(get: Get, seen: VisiblePods, missing: list[str]) -> list[Document]:
     """The newest events of the agents on nodes."""
     selector = quote("involvedObject.kind=Node,source=gpu-node-agent", safe="")
     try:

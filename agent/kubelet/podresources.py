@@ -50,7 +50,7 @@ class Holding:
     container: str
     resource: str
     ids: tuple[str, ...]
-    # False: only the kubelet's checkpoint shows it, as with plain init containers (`agent.kubelet.record`).
+    # False: only the kubelet's checkpoint shows it, as with plain init containers (`agent.holdings.record`).
     listed: bool = True
 
     @cached_property
@@ -80,7 +80,7 @@ class PodList:
 
 
 class RecordReader(Protocol):
-    """Who holds what (`agent.kubelet.holdings`)."""
+    """Who holds what (`agent.holdings.holdings`)."""
 
     cell: Cell[PodList | None]
 

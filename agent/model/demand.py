@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from fractions import Fraction
 
 from agent.model.modes import PAIRS, Mode
 from agent.model.units import ResourcePair
@@ -174,16 +175,27 @@ def init_group_of(pair: ResourcePair, pod: Pod) -> InitContainerGroup | None:
     return InitContainerGroup(Demand(cores, blocks, whole), frozenset(members)) if members else None
 
 
-_EXPONENTIAL = re.compile(r"([0-9]{1,18})[eE]\+?([0-9]{1,2})")
-_SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+# The API server gives quantities back in the form that their author chose, brought to few digits.
+_QUANTITY = re.compile(
+    r"\+?([0-9]{1,18}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(?:[eE]([+-]?[0-9]{1,2})|([mkMGTPE]|[KMGTPE]i)?)"
+)
+_SUFFIXES = {
+    "": Fraction(1),
+    "m": Fraction(1, 1000),
+    **{suffix: Fraction(1000**power) for power, suffix in enumerate("kMGTPE", 1)},
+    **{f"{suffix}i": Fraction(1024**power) for power, suffix in enumerate("KMGTPE", 1)},
+}
 
 
 def units(quantity: str) -> int:
-    """A Kubernetes quantity of an extended resource: whole, perhaps as `1k` or `1e3`. Raises ValueError."""
-    if exponential := _EXPONENTIAL.fullmatch(quantity):
-        return int(exponential[1] + int(exponential[2]) * "0")
-    digits = quantity.rstrip("kKMGi")
-    suffix = quantity[len(digits) :]
-    if suffix not in _SUFFIXES:
+    """A Kubernetes quantity of an extended resource: whole, in any form. Raises ValueError."""
+    found = _QUANTITY.fullmatch(quantity)
+    if found is None:
+        raise ValueError(f"{quantity!r} is no quantity")
+    number, exponent, suffix = found.groups()
+    if not exponent and not suffix and number.isdigit():  # as nearly all are written
+        return int(number)
+    count = Fraction(number) * (Fraction(10) ** int(exponent) if exponent else _SUFFIXES[suffix or ""])
+    if count.denominator != 1:
         raise ValueError(f"{quantity!r} is not a whole number of units")
-    return int(digits) * _SUFFIXES[suffix]
+    return int(count)

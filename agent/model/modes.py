@@ -1,6 +1,6 @@
 """The table of modes, one row each, and which GPU is offered in which.
 
-A new mode is a row here and a module of the same name in `agent.plugins`.
+A new mode is a row here and a wing, a folder with `plugin.py`.
 """
 
 from collections.abc import Callable, Mapping

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from agent.kubelet.holdings import strangers_by_gpu
+from agent.holdings.holdings import strangers_by_gpu
 from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
 from agent.model.modes import GpuMode, Mode

@@ -4,9 +4,11 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from agent.mps.mps_errors import ProgramMissing
+from agent.settings import Settings
 
 CONTROL = "nvidia-cuda-mps-control"
 SERVER = "nvidia-cuda-mps-server"
@@ -64,6 +66,12 @@ def find(driver_root: Path, explicit: Path | None = None, search: str | None = N
         "(nvidia-cuda-mps on Debian, nvidia-compute-utils on Ubuntu), mount the driver root and set "
         "driver.root, or set mps.controlProgram"
     )
+
+
+def finder_of(settings: Settings) -> Callable[[], Program]:
+    """`find` as the configuration has it."""
+    explicit = settings.mps.control_program
+    return partial(find, Path(settings.driver.root), Path(explicit) if explicit else None)
 
 
 def find_any(finder: Callable[[], Program]) -> Program:

@@ -3,11 +3,14 @@
 MPS fails open: a process that does not reach its daemon runs without limits (in compute mode
 EXCLUSIVE_PROCESS it fails instead), so pods with shares and without a client are reported. Killing a client
 in the middle of its work harms its neighbours, so clients of ending pods are asked to go first.
+
+MPS of drivers before 580 has no multi-user server: the processes of a second user wait, without a word and
+without a limit of time, until those of the first have all ended (NVIDIA's documentation on MPS, "Server").
 """
 
 import datetime as dt
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,48 +21,26 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
+from agent.holdings.owners import ProcessUnreadable, container_of_process
 from agent.kit.cell import Cell
-from agent.kubelet.holdings import holders_by_gpu
-from agent.kubelet.owners import ProcessUnreadable, container_of_process
 from agent.kubelet.podresources import PodList
 from agent.model.cgroup import ContainerRef
-from agent.model.modes import Mode
+from agent.mps import processes
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonStatus, EventReason, Reporter
 from agent.mps.mps_errors import MpsError
-from agent.mps.processes import effective_user
-from agent.mps.users import kept_apart, users_of
+from agent.mps.pods import Pods, share_holders
 
 log = structlog.get_logger()
 
 LOOK_SECONDS = 5.0
 ENDING_LOOK_SECONDS = 0.5
 TERMINATE_BEFORE_SECONDS = 2.0  # before the kubelet kills what is left
-ENDED_SECONDS = 30.0  # after that: a pod that a finalizer keeps may stay for ever, and runs no more
+ENDED_SECONDS = 30.0  # after that its containers have ended, even if a finalizer keeps the pod
 USERS_SECONDS = 30.0  # between two looks at the users of all containers with shares
 QUIET_SECONDS = 120.0  # a pod that has had no client for so long is reported
+MOST_NAMED = 5  # users of a pod: root in it may take any number
 PROC = Path("/proc")
-
-
-@dataclass(frozen=True, slots=True)
-class PodFacts:
-    """A pod as this room needs it; `uid` is the one that its cgroups carry.
-
-    `dies_at` is when its grace period ends by the API server's clock, None while nobody deletes it.
-    """
-
-    uid: str
-    namespace: str
-    name: str
-    dies_at: dt.datetime | None = None
-    grace_seconds: float | None = None
-    # IDs by name, as far as they were created.
-    containers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        """namespace/name."""
-        return f"{self.namespace}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +67,6 @@ class Overview:
     apart: frozenset[str] = frozenset()
 
 
-Pods = Callable[[], Sequence[PodFacts]]
 # Pods (namespace/name) by UUID of the GPU of which they use more memory than their caps allow a process.
 Exceeding = Callable[[], Mapping[str, AbstractSet[str]]]
 
@@ -139,7 +119,7 @@ class ClientWatch:
             for uuid, overview in found.items():
                 _log_changes(uuid, before.get(uuid, Overview()), overview)
                 if overview.apart - before.get(uuid, Overview()).apart:
-                    self.report(EventReason.USERS, uuid, _waiting(overview.apart))
+                    self.report(EventReason.USERS, uuid, _waiting(overview.apart), frozenset())
 
     async def _look_at_users(self) -> None:
         """See as whom containers with shares run, where that matters, and not at every look."""
@@ -159,27 +139,19 @@ class ClientWatch:
 
     def _containers(self, uuid: str) -> set[tuple[str, str]]:
         """Containers with shares of a GPU: pod (namespace/name) and ID."""
-        pods = {pod.key: pod for pod in self.pods()}
-        held = holders_by_gpu(self.holdings.value).get(uuid, []) if self.holdings.value else []
+        pods = {pod.key: pod.containers for pod in self.pods()}
         return {
-            (holder.pod, pods[holder.pod].containers[holder.holding.container])
-            for holder in held
-            if holder.mode is Mode.MPS
-            and holder.pod in pods
-            and holder.holding.container in pods[holder.pod].containers
+            (holder.pod, containers[holder.holding.container])
+            for holder in share_holders(self.holdings.value).get(uuid, ())
+            if holder.holding.container in (containers := pods.get(holder.pod, {}))
         }
 
     def _holders(self) -> dict[str, frozenset[str]]:
         """Pods (namespace/name) with shares, by UUID of the GPU."""
-        held = holders_by_gpu(self.holdings.value) if self.holdings.value else {}
+        # Plain init containers have no client once they have ended.
         return {
-            uuid: frozenset(
-                # Plain init containers have no client once they have ended.
-                holder.pod
-                for holder in holders
-                if holder.mode is Mode.MPS and holder.holding.listed
-            )
-            for uuid, holders in held.items()
+            uuid: frozenset(holder.pod for holder in holders if holder.holding.listed)
+            for uuid, holders in share_holders(self.holdings.value).items()
         }
 
     async def _clients(self, uuid: str, fresh: bool = False) -> tuple[MpsClient, ...]:
@@ -206,7 +178,7 @@ class ClientWatch:
         for pid in pids:
             try:
                 container = container_of_process(pid, self.proc)
-                root = effective_user(pid, self.proc) == 0
+                root = processes.effective_user(pid, self.proc) == 0
             except (OSError, ProcessUnreadable):
                 continue  # it has ended
             pod = names.get(container.pod_uid, "") if container else ""
@@ -319,3 +291,35 @@ def _log_changes(uuid: str, before: Overview, after: Overview) -> None:
         log.warning("mps_pod_runs_as_root", gpu=uuid, pod=pod)
     for pid in sorted(after.strangers - before.strangers):
         log.warning("mps_client_without_share", gpu=uuid, pid=pid)
+
+
+def users_of(containers: AbstractSet[str], proc: Path) -> Mapping[str, frozenset[int]]:
+    """Users of the processes of these containers (IDs). Blocks: it looks at every process of the node."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for folder in processes.folders(proc) if containers else ():
+        try:
+            container = container_of_process(int(folder.name), proc)
+            if container and container.container_id in containers:
+                found[container.container_id].add(processes.effective_user(int(folder.name), proc))
+        except (OSError, ProcessUnreadable):
+            continue  # it has ended
+    return {container: frozenset(users) for container, users in found.items()}
+
+
+def kept_apart(holders: Iterable[tuple[str, frozenset[int]]]) -> frozenset[str]:
+    """Pods, with their users, of which one must wait for another: they have no user in common.
+
+    `holders` are pods (namespace/name) with the users of a container's processes: of several, any may be the
+    one that calls CUDA.
+    """
+    known = [(pod, users) for pod, users in holders if users]
+    return frozenset(
+        f"{pod} (user {_named(users)})"
+        for pod, users in known
+        if any(pod != other and users.isdisjoint(theirs) for other, theirs in known)
+    )
+
+
+def _named(users: frozenset[int]) -> str:
+    more = ", ..." if len(users) > MOST_NAMED else ""
+    return ", ".join(map(str, sorted(users)[:MOST_NAMED])) + more

@@ -21,9 +21,9 @@ from agent.mps.daemon_logs import Logs
 from agent.mps.daemon_parts import DaemonParts, Options
 from agent.mps.daemon_status import DaemonState, DaemonStatus, Reporter, StatusPublisher
 from agent.mps.directories import Directories
+from agent.mps.launch import Starter
 from agent.mps.mps_errors import MpsError
 from agent.mps.probing import DaemonProber
-from agent.mps.starting import Starter
 
 log = structlog.get_logger()
 

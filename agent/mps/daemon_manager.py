@@ -20,7 +20,7 @@ from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import RESTARTED, DaemonStatus, EventReason, Reporter
-from agent.mps.directories import Directories
+from agent.mps.directories import Directories, existing_below
 from agent.mps.mps_errors import MpsError, ProgramMissing, StartFailed
 
 log = structlog.get_logger()
@@ -156,9 +156,7 @@ class DaemonManager:
         """Whether a GPU is being set up with no pods on it."""
         return uuid in self._begun and self._assignment.value.of(uuid).mode is not Mode.MPS
 
-    def _reported(
-        self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
-    ) -> None:
+    def _reported(self, kind: EventReason, uuid: str, message: str, pids: frozenset[int]) -> None:
         """Report it, except a set-up that fails: its caller gets the error."""
         if kind is not EventReason.FAILED or not self._is_new(uuid):
             self._report(kind, uuid, message, pids)
@@ -225,7 +223,8 @@ class DaemonManager:
         seen_off: set[str] = set()
         while True:
             off = set()
-            for uuid in await anyio.to_thread.run_sync(self._leftovers):
+            for left in await anyio.to_thread.run_sync(existing_below, self._run):
+                uuid = left.root.name
                 # Looked up for each: stopping the one before took seconds, in which this one may be set up.
                 mode = assignment.value.gpus.get(uuid)
                 if mode is None or uuid in self._kept or uuid in self._stopping:
@@ -287,10 +286,4 @@ class DaemonManager:
             self.leftovers.pop(uuid, None)
         elif problem != before:
             self.leftovers[uuid] = problem
-            self._report(kind, uuid, problem)
-
-    def _leftovers(self) -> list[str]:
-        folder = self._run / "mps"
-        if not folder.is_dir():
-            return []
-        return sorted(entry.name for entry in folder.iterdir() if Directories(entry).existing())
+            self._report(kind, uuid, problem, frozenset())

@@ -1,8 +1,8 @@
 """The status of one GPU's daemon as plugins, metrics and `status` see it, and the events of its changes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
 
 import structlog
 
@@ -61,13 +61,8 @@ class EventReason(Enum):
     ADVISORY = "MPSCapsAdvisory"
 
 
-class Reporter(Protocol):
-    """Makes an event of it, and a log line."""
-
-    def __call__(
-        self, kind: EventReason, uuid: str, message: str, pids: frozenset[int] = frozenset()
-    ) -> None:
-        """`pids` are processes that the message is about."""
+# Reports about a GPU, by UUID, in words; the last are processes that the words are about.
+Reporter = Callable[[EventReason, str, str, frozenset[int]], None]
 
 
 class StatusPublisher:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,10 +93,9 @@ def folders(proc: Path = PROC) -> Iterator[Path]:
 def identify(pid: int, proc: Path = PROC) -> Process | None:
     """The process of that PID; None: there is none, or it is a zombie."""
     try:
-        text = (proc / str(pid) / "stat").read_text(errors="replace")
+        fields = _stat(pid, proc)
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()
     # One whose first thread has ended looks like a zombie, and its sockets live with the other threads.
     ended = fields[0] in ("Z", "X") and int(fields[17]) <= 1
     return None if ended else Process(pid, int(fields[19]))
@@ -117,21 +116,24 @@ def remaining(pids: Collection[int]) -> frozenset[int]:
 def parent(pid: int) -> int | None:
     """The PID of a process's parent; None: there is no such process."""
     try:
-        return int((PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        return int(_stat(pid, PROC)[1])
     except (OSError, ValueError, IndexError):
         return None
 
 
+def _stat(pid: int, proc: Path) -> list[str]:
+    """The words of `/proc/<pid>/stat` from the process's state on. Raises OSError."""
+    return (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
 def daemons(pipe: Path) -> tuple[Process, ...]:
     """Control daemons on a pipe folder, found by command line (`... -d`, `-f`) and environment."""
-    return tuple(each for each in _found(CONTROL, pipe, _in_background) if _own(each.pid, root=True))
+    return tuple(each for each in _found(CONTROL, pipe) if _own(each.pid, root=True))
 
 
 def impostors(pipe: Path) -> tuple[Process, ...]:
     """Processes that look like a control daemon on a pipe folder, and run in a pod or as another user."""
-    return tuple(
-        each for each in _found(CONTROL, pipe, _in_background, pods=True) if not _own(each.pid, root=True)
-    )
+    return tuple(each for each in _found(CONTROL, pipe, pods=True) if not _own(each.pid, root=True))
 
 
 def servers(pipe: Path) -> tuple[Process, ...]:
@@ -139,11 +141,11 @@ def servers(pipe: Path) -> tuple[Process, ...]:
 
     Without multi-user a server runs as the user of its clients, in the cgroup of its daemon all the same.
     """
-    return tuple(each for each in _found(SERVER, pipe, lambda _words: True) if _own(each.pid))
+    return tuple(each for each in _found(SERVER, pipe) if _own(each.pid))
 
 
 def daemon_of(folders: Directories) -> Process | None:
-    """The control daemon that works in these folders: it that listens, else the oldest."""
+    """The control daemon of these folders: of several, the one that listens, else the oldest."""
     found = daemons(folders.pipe)
     speaker = listener(folders) if len(found) > 1 else None
     return min(found, key=lambda each: (each.pid != speaker, each.started, each.pid), default=None)
@@ -154,7 +156,7 @@ def listener(folders: Directories) -> int | None:
 
     The kernel notes it when a socket begins to listen (SO_PEERCRED of unix(7)): nobody has to answer for it.
     """
-    # A daemon of an agent of before works in the pods' folder until it is adopted.
+    # The daemon of an older agent works in the pods' folder until it is adopted.
     folder = folders.own if folders.own.exists() else folders.pipe
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setblocking(False)
@@ -164,9 +166,15 @@ def listener(folders: Directories) -> int | None:
             return 0  # more wait for it than it has room for
         except OSError:
             return None
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid: int = _CREDENTIALS.unpack(credentials)[0]
-    return pid
+        return credentials(connection)[0]
+
+
+def credentials(connection: socket.socket) -> tuple[int, int]:
+    """PID and user of the process at the other end, as the kernel noted them. Raises OSError."""
+    pid, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return pid, user
 
 
 async def silent(folders: Directories) -> bool:
@@ -190,20 +198,14 @@ def arguments(pid: int) -> tuple[str, ...]:
     return tuple(os.fsdecode(word) for word in words)
 
 
-def _in_background(words: list[str]) -> bool:
-    return any(word in ("-d", "-f") for word in words)
-
-
-def _found(
-    program: str, pipe: Path, fits: Callable[[list[str]], bool], *, pods: bool = False
-) -> Iterator[Process]:
+def _found(program: str, pipe: Path, *, pods: bool = False) -> Iterator[Process]:
     """Without `pods` nothing is read for which a pod's process can have its reader wait."""
     variable = os.fsencode(f"{PIPE_DIRECTORY}={pipe}")
-    own = _cgroups(PROC / "self")
+    own = cgroups_of(PROC / "self")
     for folder in folders(PROC):
         try:
-            look = partial(_looks_like, folder, program, variable, fits)
-            if outside_pods(_cgroups(folder), own):
+            look = partial(_looks_like, folder, program, variable)
+            if outside_pods(cgroups_of(folder), own):
                 found = look()
             else:
                 found = bounded.call(str(folder), look, bounded.SECONDS) if pods else None
@@ -213,20 +215,24 @@ def _found(
             yield found
 
 
-def _looks_like(
-    folder: Path, program: str, variable: bytes, fits: Callable[[list[str]], bool]
-) -> Process | None:
-    """The process, if it has such a command line and environment. Raises OSError."""
+def _looks_like(folder: Path, program: str, variable: bytes) -> Process | None:
+    """The process, if it has such a command line and environment. Raises OSError.
+
+    The control program without `-d` or `-f` is one of its sessions, and no daemon.
+    """
     # Cheap first: most processes are recognised by their command line.
     words = bounded.read_bytes(folder / "cmdline", COMMAND_BYTES).split(b"\0")
     if not any(os.path.basename(os.fsdecode(word)) == program for word in words[:2]):  # noqa: PTH119
         return None
     if variable not in bounded.read_bytes(folder / "environ", ENVIRONMENT_BYTES).split(b"\0"):
         return None
-    return identify(int(folder.name)) if fits([os.fsdecode(word) for word in words]) else None
+    if program == CONTROL and not {b"-d", b"-f"} & set(words):
+        return None
+    return identify(int(folder.name))
 
 
-def _cgroups(process: Path) -> str:
+def cgroups_of(process: Path) -> str:
+    """The cgroups of a process, by its folder. Raises OSError."""
     return (process / "cgroup").read_bytes().decode(errors="replace")
 
 
@@ -234,7 +240,7 @@ def _own(pid: int, root: bool = False) -> bool:
     """Whether a process is in our PID namespace and in no foreign container; with `root`, runs as we do."""
     try:
         # First: what else is shown of a pod's process may never come.
-        if not outside_pods(*(_cgroups(PROC / each) for each in (str(pid), "self"))):
+        if not outside_pods(*(cgroups_of(PROC / each) for each in (str(pid), "self"))):
             return False
         if (PROC / str(pid) / "ns" / "pid").readlink() != (PROC / "self" / "ns" / "pid").readlink():
             return False
@@ -253,11 +259,16 @@ def user_ids(pid: int, proc: Path = PROC) -> tuple[int, ...]:
 
     The owner of its folder in /proc is not: that is root for a process that is not dumpable (proc(5)).
     """
+    return status_numbers(proc / str(pid) / "status", b"Uid:")
+
+
+def status_numbers(status: Path, name: bytes) -> tuple[int, ...]:
+    """The numbers of a line of `/proc/<pid>/status`. Raises OSError: the process has ended."""
     # The kernel keeps line feeds out of a process's name, but no other end of a line.
-    for line in (proc / str(pid) / "status").read_bytes().split(b"\n"):
-        if line.startswith(b"Uid:"):
+    for line in status.read_bytes().split(b"\n"):
+        if line.startswith(name):
             return tuple(int(word) for word in line.split()[1:])
-    raise ProcessLookupError(f"process {pid} has no user")
+    raise ProcessLookupError(f"{status} has no line {name.decode()}")
 
 
 def effective_user(pid: int, proc: Path = PROC) -> int:

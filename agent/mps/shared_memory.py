@@ -69,7 +69,7 @@ def release_logs(folder: Path) -> None:
 
 
 def _taken_out(folder: Path) -> Mapping[str, bytes]:
-    """The ends of the logs in a folder, by name, which it has no more."""
+    """Empty a folder of logs; their ends, by name."""
     kept: dict[str, bytes] = {}
     with suppress(OSError), trees.opened(folder) as descriptor:
         for name in trees.names(descriptor, MOST_LOGS):
@@ -117,12 +117,8 @@ def unmount(folder: Path) -> None:
 
 def private(pid: int, folders: Directories) -> bool:
     """Whether a running daemon has the shm folder as its /dev/shm."""
-    return _same(f"/proc/{pid}/root/dev/shm", folders.shm)
-
-
-def _same(one: str, other: Path) -> bool:
     try:
-        return os.path.samefile(one, other)  # noqa: PTH121
+        return os.path.samefile(f"/proc/{pid}/root/dev/shm", folders.shm)  # noqa: PTH121
     except OSError:
         return False
 

@@ -46,7 +46,7 @@ class Exhausted(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class User:
+class ShmProcess:
     """A process of a container that has the folder as its /dev/shm."""
 
     began: float  # seconds since the epoch
@@ -54,10 +54,10 @@ class User:
 
 
 @dataclass
-class Usage:
+class ShmUse:
     """Who uses a shared memory now; `inodes` are open or mapped."""
 
-    users: list[User] = field(default_factory=list)
+    users: list[ShmProcess] = field(default_factory=list)
     inodes: set[int] = field(default_factory=set)
     cut_short: set[str] = field(default_factory=set)  # containers of which not all descriptors were looked at
 
@@ -146,13 +146,13 @@ class _Share:
         return self.entries <= 0 or self.seconds <= 0
 
 
-def look(device: int, own: Collection[int], proc: Path) -> Usage:
+def look(device: int, own: Collection[int], proc: Path) -> ShmUse:
     """Which processes, `own` aside, have a file system as their /dev/shm, and what of it anybody uses.
 
     One that opens thousands of files uses up the share of its own container and no other's. Raises Exhausted
     where all together take too long.
     """
-    found = Usage()
+    found = ShmUse()
     until = time.monotonic() + ALL_SECONDS
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     ticks = os.sysconf("SC_CLK_TCK")
@@ -165,7 +165,7 @@ def look(device: int, own: Collection[int], proc: Path) -> Usage:
         try:
             process = bounded.call(("user", folder.name), partial(_user, folder), WAITED_SECONDS)
             if process and int(folder.name) not in own:
-                found.users.append(User(boot + process[0] / ticks, process[1]))
+                found.users.append(ShmProcess(boot + process[0] / ticks, process[1]))
             if folder in tables and not share.used_up:
                 add = partial(_add_opened, found.inodes, folder, device, mounts, share)
                 bounded.call(str(folder / "fd"), add, share.seconds + WAITED_SECONDS)
@@ -240,7 +240,7 @@ def _having(
 def _container(folder: Path, namespace: str) -> str:
     """By its cgroup, since any process may make itself a mount namespace."""
     try:
-        found = container_of((folder / "cgroup").read_bytes().decode(errors="replace"))
+        found = container_of(processes.cgroups_of(folder))
     except OSError:
         found = None
     return f"container {found.container_id} of pod {found.pod_uid}" if found else f"processes in {namespace}"
@@ -313,7 +313,7 @@ def _add_opened(
                 if f"{MOUNTED_AT}/" not in name or name in seen:
                     continue
                 info = bounded.read_bytes(Path(top, "fdinfo", link.name), MOST_BYTES)
-                # A tenant's NFS or FUSE may have a folder of that name, and its status may take for ever.
+                # A tenant's NFS or FUSE may have a folder of that name, and its status may never come.
                 mount = re.search(rb"^mnt_id:\s*(\d+)", info, re.MULTILINE)
                 if mount and mount[1] in mounts and (status := link.stat()).st_dev == device:
                     found.add(status.st_ino)
@@ -327,7 +327,7 @@ def _walk(folder: int, visit: Callable[[int, str, os.stat_result], None], most: 
     """
     with os.scandir(folder) as entries:
         names = [entry.name for entry in islice(entries, most)]
-    most -= len(names)  # before the folders in it: no more names are held at one time
+    most -= len(names)  # before the folders in it: so the names held at one time are bounded
     for name in names:
         with suppress(OSError):  # it is gone, or another thing by now
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)

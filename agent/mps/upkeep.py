@@ -3,18 +3,20 @@
 import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import structlog
 
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import PodList
 from agent.mps import launch, processes, shared_memory
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonStatus
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError
+from agent.mps.pods import share_holders
 from agent.mps.shm_sweep import sweep
 
 log = structlog.get_logger()
@@ -25,21 +27,21 @@ SWEEP_LOOKS = 6  # one in so many looks takes what ended containers left in shar
 
 
 class Upkeep:
-    """Looks after all folders in turn. `held`: whether containers hold shares of a GPU; None: not known."""
+    """Looks after all folders in turn."""
 
     def __init__(
         self,
         manager: DaemonManager,
         run: Path,
         size: int,
-        held: Callable[[str], bool | None],
+        record: Cell[PodList | None],
         proc: Path = Path("/proc"),
     ) -> None:
-        """`size` of a GPU's shared memory in bytes."""
+        """`size` of a GPU's shared memory in bytes; `record`: who holds what, None while it is not known."""
         self._manager = manager
         self._run = run
         self._size = size
-        self._held = held
+        self._record = record
         self._proc = proc
         self._problems: dict[str, str] = {}  # that were logged last
         self._opened: dict[str, float] = {}  # when it was last logged that it was open to all again
@@ -98,7 +100,9 @@ class Upkeep:
             log.warning("mps_shared_memory_opened", gpu=uuid, remedy="a pod closed it to the others")
         if sweeping:
             own = {each.pid for find in (processes.daemons, processes.servers) for each in find(folders.pipe)}
-            swept = sweep(folders.shm, own, self._held(uuid) is False, self._proc)
+            record = self._record.value
+            unheld = record is not None and uuid not in share_holders(record)
+            swept = sweep(folders.shm, own, unheld, self._proc)
             if swept.files:
                 log.info("mps_shared_memory_swept", gpu=uuid, files=swept.files, bytes=swept.bytes)
             self._unswept[uuid] = swept.problem

@@ -1,4 +1,8 @@
-"""Writes on the Node object how far the mode is: a label, an annotation, a condition, events."""
+"""Writes on the Node object how far the mode is: a label, an annotation, a condition, events.
+
+Everybody who may get nodes reads annotation and condition, and pods belong to many tenants: both count pods,
+and name none. `status` and events, for which one needs other rights, have the names.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +18,7 @@ from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kit.timestamps import now
 from agent.model.modes import SWITCHING, Mode
+from agent.model.pod_names import pods_counted
 from agent.modes.switch_state import GpuSwitch, Phase, SwitchState
 
 log = structlog.get_logger()
@@ -92,7 +97,7 @@ class NodeStateWriter:
         there = self._node.annotations()
         stale = {key: text for key, text in annotations.items() if there.get(key) != text}
         status = "True" if state.phase is Phase.APPLIED else "False"
-        says = (status, CONDITION_REASONS[state.phase], state.message[:LONGEST_MESSAGE])
+        says = (status, CONDITION_REASONS[state.phase], _message(state))
         # By the node, as all else: an older write whose answer was lost may be carried out after a newer one.
         condition = self._node.condition(CONDITION)
         as_it_should = condition is not None and condition[:3] == says
@@ -144,10 +149,14 @@ def encode(state: SwitchState) -> str:
     document: dict[str, object] = {
         "state": state.phase.value,
         "desired": state.desired,
-        "message": state.message[:LONGEST_MESSAGE],
+        "message": _message(state),
         "gpus": {str(gpu.index): _gpu(gpu) for gpu in state.gpus},
     }
     return json.dumps(document, separators=(",", ":"), sort_keys=True)
+
+
+def _message(state: SwitchState) -> str:
+    return pods_counted(state.message)[:LONGEST_MESSAGE]
 
 
 def _gpu(gpu: GpuSwitch) -> dict[str, object]:
@@ -157,9 +166,9 @@ def _gpu(gpu: GpuSwitch) -> dict[str, object]:
     if gpu.wanted.mode is not gpu.active.mode:
         entry["desired"] = gpu.wanted.mode.value
     if gpu.waiting_for:
-        entry["waitingFor"] = list(gpu.waiting_for[:5])
+        entry["waitingFor"] = len(gpu.waiting_for)
     refused = gpu.wanted.reason if gpu.wanted.refused else ""  # while it still drains, too
     reason = gpu.problem or (gpu.active.reason if gpu.active.mode is Mode.OFF else refused)
     if reason:
-        entry["reason"] = reason[:120]
+        entry["reason"] = pods_counted(reason)[:120]
     return entry

@@ -12,11 +12,11 @@ from typing import Any
 
 import anyio
 
+from agent.holdings.holdings import GpuHolder, holders_by_gpu
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow as follow_cells
 from agent.kit.timestamps import now
-from agent.kubelet.holdings import GpuHolder, holders_by_gpu
 from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
 from agent.model.ids import parse

@@ -12,9 +12,9 @@ from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import Pod as ApiPod
 from agent.cluster.pods import PodCache, convert
+from agent.holdings.holdings import HoldingsWatch
+from agent.holdings.record import View
 from agent.kit.backoff import Backoff
-from agent.kubelet.holdings import HoldingsWatch
-from agent.kubelet.record import View
 from agent.model.demand import Pod
 from agent.pairing.pod_access import PodSource, PodsUnavailable, Recorder
 

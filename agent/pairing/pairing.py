@@ -3,7 +3,7 @@
 The kubelet asks for core and memory of a container in two separate rounds of calls, in any order, and
 says of neither whose they are. Each round finds out who asks. The first one of a container chooses a GPU with
 room for both and promises the pair; the second keeps the promise. Nothing here outlives the process: the
-record of who holds what (`agent.kubelet.record`) shows all that was granted.
+record of who holds what (`agent.holdings.record`) shows all that was granted.
 
 Calls are served one at a time, within the time that `agent.kubelet.service` gives to each.
 """

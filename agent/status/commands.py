@@ -6,13 +6,14 @@ import anyio
 import structlog
 
 from agent.cluster.own_node import NodeNotWritten
+from agent.holdings.holdings import holders_by_gpu
 from agent.inventory.messages import Cleared, Removed
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.timestamps import boot_seconds
-from agent.kubelet.holdings import holders_by_gpu
 from agent.model.health import FaultKind, HealthState
 from agent.modes.cordons import LONGEST_REASON
-from agent.status.report import Document, StatusSources, report
+from agent.modes.wing import Document
+from agent.status.report import StatusSources, report
 from agent.web.control import CommandRefused, ControlServer
 
 log = structlog.get_logger()

@@ -34,8 +34,8 @@ def _lines(document: Document, colours: bool, columns: int | None) -> Iterator[s
     wide = columns is None
     rows = [_row(gpu, wide) for gpu in gpus]
     head = ("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "MODE", "HEALTH", *(("PCI",) if wide else ()))
-    table = _cut([head, *rows], 2, None if wide else columns)
-    yield from _table(table, [None, *(gpu["health"]["state"] for gpu in gpus)], colours)
+    states = [None, *(gpu["health"]["state"] for gpu in gpus)] if colours else None
+    yield from table(_cut([head, *rows], 2, None if wide else columns), states)
     if not rows:
         yield "no GPU is known"
     yield from broken(
@@ -97,7 +97,7 @@ def _held(document: Document) -> Iterator[str]:
     yield ""
     if age is not None:
         yield f"holders as last known, {duration(age)} ago"
-    yield from _table([("GPU", "HELD BY", "CONTAINER", "UNITS"), *found], [None] * (len(found) + 1), False)
+    yield from table([("GPU", "HELD BY", "CONTAINER", "UNITS"), *found])
 
 
 def _headline(document: Document) -> str:
@@ -203,11 +203,12 @@ def _mode_notes(gpus: Sequence[Document]) -> list[str]:
     return notes
 
 
-def _table(rows: Sequence[Sequence[str]], states: Sequence[str | None], colours: bool) -> Iterator[str]:
+def table(rows: Sequence[Sequence[str]], states: Sequence[str | None] | None = None) -> Iterator[str]:
+    """Rows in columns; `states`: of each row, by which its health is coloured."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row, state in zip(rows, states, strict=True):
+    for row, state in zip(rows, states or [None] * len(rows), strict=True):
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
-        if colours:
+        if states:
             cells[6] = f"{_COLOURS.get(state or '', _DIM)}{cells[6]}{_OFF}"
         yield "  ".join(cells).rstrip()
 
@@ -225,12 +226,3 @@ def duration(seconds: float) -> str:
         return f"{hours} h {minutes} min" if minutes else f"{hours} h"
     days, hours = divmod(hours, 24)
     return f"{days} d {hours} h" if hours else f"{days} d"
-
-
-def parse_duration(text: str) -> float:
-    """`90s`, `10m`, `2h` or plain seconds, in seconds. Raises ValueError."""
-    factor = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
-    number = text[:-1] if factor else text
-    if not number.replace(".", "", 1).isdigit():
-        raise ValueError(f"{text!r} is no duration: write 90s, 10m or 2h")
-    return float(number) * (factor or 1)

@@ -1,7 +1,9 @@
 """The document of `gpu-node-agent top` as text for a terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
+
+from agent.status.table import table
 
 GIB = 1 << 30
 BAR = 10
@@ -41,7 +43,7 @@ def _lines(shown: Document) -> Iterator[str]:
         "SM MHz",
         "PROC",
     )
-    yield from _table([head, *(_gpu_row(gpu) for gpu in shown["gpus"])])
+    yield from table([head, *(_gpu_row(gpu) for gpu in shown["gpus"])])
     for gpu in shown["gpus"]:
         reasons = [each for each in gpu.get("throttledBy", ()) if each not in QUIET_REASONS]
         if reasons:
@@ -52,12 +54,12 @@ def _lines(shown: Document) -> Iterator[str]:
         return
     title = ("NAMESPACE/POD", "CONTAINER", "GPU", "MODE", "USE", "OF", "PEAK", "MEMORY GiB", "OF", "PROC")
     rows = sorted(shown["containers"], key=_busiest_first)
-    table = [title, *(_container_row(each) for each in rows)]
+    cells = [title, *(_container_row(each) for each in rows)]
     if any(each.get("coreAllottedRatio") is not None for each in rows):
         # Beside the request of the pod: the share in force now.
         got = ("GOT", *(_percent(each.get("coreAllottedRatio")) for each in rows))
-        table = [(*row[:6], more, *row[6:]) for row, more in zip(table, got, strict=True)]
-    yield from _table(table)
+        cells = [(*row[:6], more, *row[6:]) for row, more in zip(cells, got, strict=True)]
+    yield from table(cells)
     grades = {each["utilizationAttribution"] for each in rows} | {each["memoryAttribution"] for each in rows}
     if "estimated" in grades:
         yield "~ estimated: the driver has no figures by container; shared out by limits"
@@ -121,9 +123,3 @@ def _number(value: float | None) -> str:
 def _bar(ratio: float | None) -> str:
     filled = round((ratio or 0.0) * BAR)
     return "[" + "|" * filled + " " * (BAR - filled) + "]"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()

@@ -8,9 +8,9 @@ from types import MappingProxyType
 import anyio
 import anyio.to_thread
 
+from agent.holdings.owners import Owners
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.owners import Owners
 from agent.kubelet.podresources import PodList
 from agent.model.modes import Mode
 from agent.telemetry.attribution import NO_PODS, Attribution, KnownPod, Use, attribute

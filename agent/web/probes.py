@@ -8,10 +8,10 @@ it asks /readyz/agent.
 Every caller that reaches the port may ask, and pods belong to many tenants: no answer names one.
 """
 
-import re
 from collections.abc import Callable, Sequence
 
 from agent.kit.supervise import Supervisor, TaskState
+from agent.model.pod_names import without_pods
 from agent.web.server import HttpRequest, HttpServer, Reply
 
 
@@ -56,17 +56,6 @@ class Probes:
     async def agent_ready(self, _: HttpRequest) -> Reply:
         """The same of the agent alone: other blockers of the node follow `ready`."""
         return _answer(self._shortcomings(), self._blockers)
-
-
-# namespace/name, and both in a path of the API server.
-_POD = re.compile(
-    r"(?<=/namespaces/)[^/\s]+/pods/[^/\s:,;]+|(?<![\w./:-])[a-z0-9][-a-z0-9]*/[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?(?![\w/])"
-)
-
-
-def without_pods(text: str) -> str:
-    """A sentence on one line, `<pod>` in the place of each name."""
-    return _POD.sub("<pod>", " ".join(text.split()))
 
 
 def _answer(blockers: Sequence[str], remarks: Callable[[], Sequence[str]]) -> Reply:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agent.extender.fleet import Fleet
+from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.model.demand import CORES, VGPU, Container, Pod
@@ -36,7 +36,7 @@ def fleet_of(nodes: int, gpus: int = 8) -> Fleet:
     """Empty nodes of one build."""
     fleet = Fleet()
     for number in range(nodes):
-        fleet.set_node(f"node-{number:05d}", inventory(gpus), {})
+        fleet.set_node(LedgerNode(f"node-{number:05d}", inventory(gpus), {}))
     return fleet
 
 
@@ -65,12 +65,12 @@ def fill(nodes: int, policy: PlacementPolicy, seed: int, share: float = 1.1, gpu
     """
     fleet = fleet_of(nodes, gpus)
     demands = {size: demand(size) for size in USUAL}
-    truth = {name: [CORES] * gpus for name in fleet.names}
+    truth = {name: [CORES] * gpus for name in fleet.nodes}
     offered = failures = pending = count = 0
     for count, size in enumerate(arrivals(int(nodes * gpus * CORES * share), seed), start=1):
         want = demands[size]
         options = [
-            (picked.worth, name, picked) for name in fleet.names if (picked := fleet.pick(name, want, policy))
+            (picked.worth, name, picked) for name in fleet.nodes if (picked := fleet.pick(name, want, policy))
         ]
         if not options:
             pending += 1

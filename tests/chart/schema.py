@@ -7,17 +7,15 @@ from typing import Any
 import msgspec
 
 from agent import settings
-from agent.extender.settings import Settings as ExtenderSettings
+from agent.extender.settings import ExtenderSettings
 
 FILE = Path(__file__).parents[2] / "charts" / "gpu-node-agent" / "values.schema.json"
 
 
 def updated(document: dict[str, Any]) -> dict[str, Any]:
     """The document with the configuration's definitions as the agent has them now."""
-    # Both have a block `http`, so the extender's definitions get names of their own.
-    _, extender = msgspec.json.schema_components([ExtenderSettings], ref_template="#/$defs/extender{name}")
-    named = {f"extender{name}": definition for name, definition in extender.items()}
-    return {**document, "$defs": {**settings.schema()["$defs"], **named}}
+    _, extender = msgspec.json.schema_components([ExtenderSettings], ref_template="#/$defs/{name}")
+    return {**document, "$defs": {**settings.schema()["$defs"], **extender}}
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from agent.extender import settings
-from agent.extender.metrics import PREFIX, LedgerFigures, Metrics
-from agent.extender.serving_label import LABEL
+from agent.extender.lease import LABEL
+from agent.extender.metrics import PREFIX, ExtenderMetrics, LedgerFigures
 from tests.chart import helm
 from tests.chart.helm import Manifest
 
@@ -182,7 +182,7 @@ def test_every_metric_stands_in_the_document() -> None:
             names, kind, labels = (cell.strip() for cell in line.strip("|").split("|")[:3])
             for name in re.findall(r"`(\w+)`", names):
                 told[name] = (kind, set(re.findall(r"`(\w+)`", labels)))
-    metrics = Metrics()
+    metrics = ExtenderMetrics()
     metrics.requests.labels("bind", "ok")
     metrics.responses.labels("bind", "200")
     metrics.seconds.labels("bind")

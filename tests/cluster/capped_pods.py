@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from agent.isolation import layout
-from agent.isolation.clib.build_library import cached
 from agent.status.client import AgentUnreachable, ask
+from agent.vgpu import layout
+from clib.build_library import cached
 from tests.cluster import manifests, toolkit
 from tests.cluster.api import Object
 from tests.cluster.build.cache import cache_root

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agent.cleanup.request import REPORT, State
+from agent.cleanup.request import REPORT, CleanupState
 from agent.mps.processes import Process, identify
 from tests.cluster import made_up
 from tests.cluster.installation import MODE_LABEL, NAMESPACE, Installation
@@ -45,7 +45,7 @@ def wait_cleaned(installation: Installation) -> None:
     def cleaned() -> None:
         found = installation.cluster.get("Node", installation.cluster.node)["metadata"]["annotations"]
         report = json.loads(found.get(REPORT, "{}"))
-        if report.get("state") != State.CLEAN:
+        if report.get("state") != CleanupState.CLEAN:
             raise NotYet(f"{report}; {installation.agent_log()}")
 
     eventually(cleaned, timeout=40, what="the agent reports a clean node", interval=0.2)

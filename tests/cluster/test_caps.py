@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agent.isolation.clib.build_library import cached
+from clib.build_library import cached
 from tests.chart import helm
 from tests.cluster import manifests
 from tests.cluster.accounts import in_force, service_account

@@ -8,7 +8,7 @@ variable that is not set.
 import json
 from functools import partial
 
-from agent.cdi.specification import KIND
+from agent.injection.specification import KIND
 from tests.cluster import toolkit
 from tests.cluster.bare_node import Bare, bare, images, thread
 from tests.cluster.build.libc_images import GLIBC_IMAGE, MUSL_IMAGE

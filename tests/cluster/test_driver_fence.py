@@ -14,8 +14,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.cdi import memory_limits
-from agent.cdi.specification import FILE, LIMITS_HOOK
+from agent.injection.specification import FILE, LIMITS_HOOK
+from agent.vgpu import memory_limits
 from tests.cluster import manifests, toolkit
 from tests.cluster.build.container_toolkit import container_toolkit
 from tests.cluster.real_rig import RealRig, real_rig

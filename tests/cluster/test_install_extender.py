@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.extender.serving_label import LABEL
+from agent.extender.lease import LABEL
 from agent.model.demand import WAITING_FOR_GPU
 from agent.model.placement import HINT
 from tests.chart import helm

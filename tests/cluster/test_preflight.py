@@ -12,12 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agent.check.host import Host
-from agent.check.look import GOOD, NOT_SEEN, WRONG, Grade, Look, Verdict, verdict
-from agent.check.node_check import Observed, look
+from agent.check.host import HostFiles
+from agent.check.look import GOOD, NOT_SEEN, WRONG, NodeVerdict, verdict
+from agent.check.node_check import Observation, look
 from agent.check.own_specification import own_specification
 from agent.check.software import facts_of
 from agent.cluster.node import Node
+from agent.model.look import Look, Severity
 from agent.settings import load
 from agent.simulator.nvml import SimulatedNvml
 from tests.cluster.bare_node import Bare, bare, images, thread
@@ -48,9 +49,9 @@ class Round:
 
     def __init__(self, looks: list[Look]) -> None:
         self.looks = looks
-        self.verdict: Verdict = verdict(looks)
+        self.verdict: NodeVerdict = verdict(looks)
 
-    def text(self, what: str, grade: Grade) -> str:
+    def text(self, what: str, grade: Severity) -> str:
         """Of the only look of that name and grade."""
         found = [each.text for each in self.looks if (each.subject, each.grade) == (what, grade)]
         assert len(found) == 1, "\n".join(each.line() for each in self.looks)
@@ -60,7 +61,7 @@ class Round:
         """The obstacle, and the remedy."""
         assert self.verdict.code == WRONG
         assert CAN not in self.verdict.text
-        found = {each.subject: each.text for each in self.looks if each.grade is Grade.FAILED}
+        found = {each.subject: each.text for each in self.looks if each.grade is Severity.FAILED}
         assert all(what in self.verdict.text for what in found)
         return found
 
@@ -79,11 +80,11 @@ class Preflight:
 
     async def look(self, changes: Mapping[str, object] | None = None) -> Round:
         settings = await thread(load, None, {}, self.flags(changes or {}))
-        host = Host(self.root, named=True)
+        host = HostFiles(self.root, named=True)
         # Commands for people may read a kubeconfig by blocking calls, tests not.
         node = await thread(self.bare.cluster.get, "Node", self.bare.cluster.node)
         facts = facts_of(msgspec.convert(node, Node))
-        seen = Observed(host, await own_specification(settings, host), facts)
+        seen = Observation(host, await own_specification(settings, host), facts)
         return Round(await thread(lambda: list(look(settings, SimulatedNvml(self.bare.rig.machine), seen))))
 
     def run(self, **changes: object) -> subprocess.CompletedProcess[str]:
@@ -123,11 +124,11 @@ async def test_preflight_names_each_missing_part(bare: Bare, monkeypatch: pytest
 
     # Nothing is missing, though the agent has never run here and nothing of NVIDIA's but the driver is there.
     good = await preflight.look()
-    assert good.verdict == Verdict(CAN, GOOD), "\n".join(each.line() for each in good.looks)
-    assert "can make one, with 8 GPUs" in good.text("GPU specification", Grade.OK)
-    assert f"policy none, by {kubelet}" in good.text("Topology Manager", Grade.WARNING)
-    assert cluster.parts.kubernetes_version in good.text("kubelet", Grade.OK)
-    assert os.uname().release in good.text("kernel", Grade.OK)
+    assert good.verdict == NodeVerdict(CAN, GOOD), "\n".join(each.line() for each in good.looks)
+    assert "can make one, with 8 GPUs" in good.text("GPU specification", Severity.OK)
+    assert f"policy none, by {kubelet}" in good.text("Topology Manager", Severity.WARNING)
+    assert cluster.parts.kubernetes_version in good.text("kubelet", Severity.OK)
+    assert os.uname().release in good.text("kernel", Severity.OK)
     done = await thread(preflight.run)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, CAN), done
 
@@ -150,7 +151,7 @@ async def test_preflight_names_each_missing_part(bare: Bare, monkeypatch: pytest
     assert f"runc by {containerd}" in found["default runtime"]
     with changed(containerd, ".containerd.runtimes.runc]", ".containerd.runtimes.nvidia]"):
         named = await preflight.look({"injection.strategy": "envvar"})
-    assert "RuntimeClass" in named.text("default runtime", Grade.WARNING)
+    assert "RuntimeClass" in named.text("default runtime", Severity.WARNING)
 
     # The kubelet: its folders, its Node object, its configuration.
     elsewhere = {"kubelet.root": "/var/lib/elsewhere"}
@@ -166,10 +167,10 @@ async def test_preflight_names_each_missing_part(bare: Bare, monkeypatch: pytest
         assert any(line.startswith("unknown  kubelet ") and words in line for line in lines), done
     with away(kubelet):
         unseen = await preflight.look()
-    assert unseen.text("Topology Manager", Grade.UNKNOWN)
+    assert unseen.text("Topology Manager", Severity.UNKNOWN)
     assert (unseen.verdict.code, CAN in unseen.verdict.text) == (NOT_SEEN, False)
     with changed(kubelet, '"cgroupRoot"', '"topologyManagerPolicy": "best-effort", "cgroupRoot"'):
-        assert "best-effort" in (await preflight.look()).text("Topology Manager", Grade.OK)
+        assert "best-effort" in (await preflight.look()).text("Topology Manager", Severity.OK)
 
     # Another agent, while it runs; what mode mps needs.
     path = cluster.kubelet_root / "device-plugins" / "nvidia-gpu.sock"
@@ -178,7 +179,7 @@ async def test_preflight_names_each_missing_part(bare: Bare, monkeypatch: pytest
             other.bind(str(path))
             other.listen()
             assert "NVIDIA's device plugin" in (await preflight.look()).failed()["other agents"]
-        assert "nobody listens" in (await preflight.look()).text("other agents", Grade.WARNING)
+        assert "nobody listens" in (await preflight.look()).text("other agents", Severity.WARNING)
     finally:
         path.unlink(missing_ok=True)
     assert "nvidia-cuda-mps-control" in (await preflight.look({"modes.mps": True})).failed()["MPS program"]

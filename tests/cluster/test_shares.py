@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from agent.isolation.clib.build_library import cached
+from clib.build_library import cached
 from tests.cluster.build import python_image
 from tests.cluster.capped_pods import CappedPods, capped_pods, thread
 from tests.cluster.rig import Cluster

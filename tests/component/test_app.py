@@ -14,12 +14,12 @@ from agent.app import run as app
 from agent.app.agent import Agent
 from agent.kit.supervise import FatalError
 from agent.nvml.nvml_errors import NvmlCode
-from agent.plugins.pgpu import PgpuPlugin
 from agent.settings import ClusterSettings, HostSettings, HttpSettings, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
+from agent.whole.plugin import PgpuPlugin
 from tests.component.kubelet_room.parts import GPU, Peer, eventually, running_tasks
 
 
@@ -112,7 +112,7 @@ async def test_an_agent_that_the_kubelet_does_not_hear_holds_up_a_rollout(folder
 
 async def test_new_holders_are_seen_without_the_timer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent answered the Allocate itself: nobody waits for its next look at the records."""
-    monkeypatch.setattr("agent.kubelet.holdings.REFRESH_SECONDS", 1e6)
+    monkeypatch.setattr("agent.holdings.holdings.REFRESH_SECONDS", 1e6)
     kubelet = _kubelet(folder)
     async with kubelet.running(), app.running(_settings(folder), _nvml()) as agent:
         await eventually(lambda: kubelet.allocatable.get(GPU) == 8)

@@ -7,9 +7,9 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.cdi.memory_limits import LIMIT, REQUEST
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.status.client import ask
+from agent.vgpu.memory_limits import LIMIT, REQUEST
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.component.test_isolation import WAIT_SECONDS, folders, serving
 from tests.scenarios import vgpu

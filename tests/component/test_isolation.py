@@ -8,10 +8,10 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.isolation import layout
 from agent.model.node_inventory import INVENTORY, decode
 from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from agent.status.client import ask
+from agent.vgpu import layout
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.pace import scaled
 from tests.scenarios import vgpu
@@ -42,7 +42,7 @@ def mounts(rig: EmbeddedRig, pod: PodSpec) -> Mapping[str, str]:
     return {inside: host for inside, host in found.items() if inside.startswith((LIBRARY_FOLDER, PRELOAD))}
 
 
-async def limits_of(rig: EmbeddedRig, pod: PodSpec) -> layout.Limits:
+async def limits_of(rig: EmbeddedRig, pod: PodSpec) -> layout.DeviceLimits:
     file = Path(mounts(rig, pod)[f"{LIBRARY_FOLDER}/limits"])
     return layout.read_limits(await anyio.to_thread.run_sync(file.read_bytes))[0]
 

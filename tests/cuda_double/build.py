@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from agent.isolation.clib import toolchain
-from agent.isolation.clib.headers import PACKAGES, entry_points, include
-from agent.isolation.clib.wheels import only_one
+from clib import toolchain
+from clib.headers import PACKAGES, entry_points, include
+from clib.wheels import only_one
 from tests.cuda_double import generate
 
 SONAME: Final = "libcuda.so.1"

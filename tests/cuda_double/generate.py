@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from agent.isolation.clib.headers import EntryPoint
+from clib.headers import EntryPoint
 from tests.cuda_double import layout, layout_time
 from tests.nvml_double.header import structure_text
 

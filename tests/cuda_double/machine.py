@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from agent.isolation.clib.headers import entry_points
+from clib.headers import entry_points
 from tests.cuda_double import layout
 from tests.cuda_double.layout import CudaMachineState, FaultAction, MemoryKind, Watch
 from tests.cuda_double.layout_time import ClockMode

@@ -5,8 +5,9 @@ import json
 import msgspec
 
 from agent.cluster.pods import Pod as ApiPod
-from agent.extender.fleet import Fleet
-from agent.extender.objects import demand_for, read_node, read_pod
+from agent.extender.fleet import Fleet, LedgerNode
+from agent.extender.objects import read_node, read_pod
+from agent.extender.pod_demand import pod_demand
 from agent.model.demand import MPS, VGPU, Container, Demand, Pod
 from agent.model.ids import BadDeviceId, parse
 from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, UnitPool
@@ -155,9 +156,9 @@ def test_node_inventories(campaign: Campaign) -> None:
         tuple(GpuEntry(f"GPU-{n}", n, Mode.VGPU, 81920) for n in range(4)), (1, 2, 3, 4, 5, 6)
     )
     fleet = Fleet()
-    fleet.set_node("honest", good, {})
+    fleet.set_node(LedgerNode("honest", good, {}))
     model = Pod("ns", "p", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),), uid="u")
-    wanted = demand_for(model)
+    wanted = pod_demand(model)
     before = fleet.verdict("honest", wanted), fleet.allocated()
 
     def act(data: bytes) -> str:
@@ -174,7 +175,7 @@ def test_node_inventories(campaign: Campaign) -> None:
         ).encode()
         _, facts = read_node(raw)
         assert (facts.inventory is None) == (found is None)
-        fleet.set_node("liar", facts.inventory, facts.totals)
+        fleet.set_node(LedgerNode("liar", facts.inventory, facts.totals))
         fleet.verdict("liar", wanted)
         picked = fleet.pick("liar", wanted, PlacementPolicy.FRAGMENTATION)
         fleet.drop_node("liar")

@@ -9,10 +9,10 @@ import pytest
 from agent.cluster.api import ApiRefused, KubeApi
 from agent.extender import gangs
 from agent.extender.binder import Binder
-from agent.extender.fleet import Fleet
+from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.gangs import Member
 from agent.extender.handlers import FOLDER, ServingState, Verbs
-from agent.extender.metrics import Metrics
+from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import GROUP_LABEL
 from agent.extender.pod_demand import pod_demand
 from agent.extender.verdicts import Verdicts
@@ -67,14 +67,14 @@ async def test_extender_requests(campaign: Campaign, monkeypatch: pytest.MonkeyP
     fleet, api, server = Fleet(), NoPods(), HttpServer("127.0.0.1", 0)
     for name in ("a", "b"):
         gpus = tuple(GpuEntry(f"GPU-{name}{index}", index, Mode.VGPU, 81920) for index in range(4))
-        fleet.set_node(name, NodeInventory(gpus), {})
+        fleet.set_node(LedgerNode(name, NodeInventory(gpus), {}))
     binder = Binder(cast("KubeApi", api), fleet, PlacementPolicy.FRAGMENTATION, 30, lambda: True)
     shown = Member(
         "ns/gang", pod_demand(Pod("ns", "q", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),)))
     )
     binder.gangs.show("another UID", shown)
     serving = ServingState(Verdicts(fleet), binder)
-    Verbs(lambda: serving, Metrics()).add_to(server, 1 << 20)
+    Verbs(lambda: serving, ExtenderMetrics()).add_to(server, 1 << 20)
     before = fleet.allocated()
 
     async def act(data: bytes) -> str:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.kubelet.checkpoint import FILE_NAME, Checkpoint, CheckpointUnreadable
+from agent.holdings.checkpoint import FILE_NAME, Checkpoint, CheckpointUnreadable
+from agent.holdings.record import Record, View, join
+from agent.injection.inject import TOOLKIT_KIND, NodeSoftware, choose, toolkit_devices
 from agent.kubelet.podresources import Holding, PodList
-from agent.kubelet.record import Record, View, join
-from agent.plugins.inject import TOOLKIT_KIND, NodeSoftware, choose, toolkit_devices
 from agent.settings import Settings
 from tests.fuzz.campaign import Campaign
 

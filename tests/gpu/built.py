@@ -37,8 +37,8 @@ def program(name: str) -> Path:
 
 
 def _folder() -> Path:
-    from agent.isolation.clib import toolchain
-    from agent.isolation.clib.headers import include
+    from clib import toolchain
+    from clib.headers import include
 
     headers = {file for source in _SOURCES.values() for file in source.parent.glob("*.h")}
     contents = {str(file): file.read_text() for file in sorted({*_SOURCES.values(), *headers})}

@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.isolation.clib import build_library
 from agent.mps.binary import CONTROL, SERVER
+from clib import build_library
 from tests.gpu import built, limits
 from tests.mps_binaries import SUITES, both_programs
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.isolation import layout
+from agent.vgpu import layout
 
 VARIABLE = "GPU_TEST_LIMITS"  # the folder of a library that is built already: there is no compiler offline
 NAME = "libgna-limits.so"
@@ -26,7 +26,7 @@ class Capped:
         return {"LD_PRELOAD": str(self.folder / NAME)}
 
     @property
-    def usage(self) -> layout.Usage:
+    def usage(self) -> layout.CountedUsage:
         """The library's counts. Blocks."""
         return layout.read_usage((self.folder / "usage").read_bytes())[0]
 
@@ -51,7 +51,7 @@ def capped(folder: Path, gpu: str, mebibytes: int) -> Capped:
     """A new one. Blocks; builds the library unless VARIABLE names one. Raises OSError, BuildError."""
     folder.mkdir()
     shutil.copy(_library(), folder / NAME)
-    (folder / "limits").write_bytes(layout.limit_file("test", [layout.Limits(gpu, mebibytes * MIB)]))
+    (folder / "limits").write_bytes(layout.limit_file("test", [layout.DeviceLimits(gpu, mebibytes * MIB)]))
     (folder / "limits").chmod(0o444)
     (folder / "usage").write_bytes(layout.usage_head(1))
     os.truncate(folder / "usage", layout.USAGE_BYTES)
@@ -62,6 +62,6 @@ def capped(folder: Path, gpu: str, mebibytes: int) -> Capped:
 def _library() -> Path:
     if given := os.environ.get(VARIABLE):
         return Path(given) / NAME
-    from agent.isolation.clib.build_library import cached
+    from clib.build_library import cached
 
     return cached()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from agent.isolation.clib.wheels import only_one
+from clib.wheels import only_one
 from tests.cuda_double.generate import layout_header
 from tests.nvml_double.header import header_text
 

@@ -10,9 +10,9 @@ import anyio
 import anyio.to_thread
 import yaml
 
-from agent.isolation.clib import build_library
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry
+from clib import build_library
 from tests.component.embedded_rig import embedded_rig
 from tests.component.extender.api import ClusterApi, gpus
 from tests.pictures import terminal

@@ -5,19 +5,22 @@ from tests.pictures.svg import COLOURS, GREY, INK, LINE, PALE, PAPER, box, eleme
 WIDTH, HEIGHT = 1080, 620
 # Name, what it is for; x, y, width within the process.
 ROOMS = (
-    ("inventory", "GPUs, health, topology:", "one actor owns the state", 40, 250, 200),
-    ("modes", "label or layout to plan", "to switch, GPU by GPU", 260, 250, 200),
-    ("pairing", "core and memory of a share", "on one GPU", 480, 250, 200),
-    ("plugins", "what is listed and answered", "for each resource", 700, 250, 200),
-    ("mps", "one supervised daemon", "for each GPU", 260, 340, 200),
-    ("isolation", "memory limits of vGPU", "containers", 480, 340, 200),
-    ("cdi", "how containers are given", "their GPUs", 700, 340, 200),
-    ("telemetry", "metrics of GPUs, containers,", "and of the agent", 40, 340, 200),
-    ("nvml", "edge: the driver", "", 40, 440, 200),
-    ("cluster", "edge: Kubernetes API", "", 260, 160, 200),
-    ("kubelet", "edge: device plugin sockets,", "PodResources", 700, 160, 200),
     ("web", "edge: HTTP port, status", "socket", 40, 160, 200),
+    ("cluster", "edge: Kubernetes API", "", 260, 160, 200),
     ("node", "labels, condition, taint,", "inventory annotation", 480, 160, 200),
+    ("kubelet", "edge: device plugin sockets,", "PodResources", 700, 160, 200),
+    ("telemetry", "metrics of GPUs, containers,", "and of the agent", 40, 253, 200),
+    ("modes", "label or layout to plan", "to switch, GPU by GPU", 260, 253, 200),
+    ("lists", "devices and pairs as the", "kubelet is shown them", 480, 253, 200),
+    ("holdings", "which container holds", "which units", 700, 253, 200),
+    ("inventory", "GPUs, health, topology:", "one actor owns the state", 40, 346, 200),
+    ("pairing", "core and memory of a share", "on one GPU", 260, 346, 200),
+    ("status", "answers of commands", "on the socket", 480, 346, 200),
+    ("injection", "how containers are given", "their GPUs", 700, 346, 200),
+    ("nvml", "edge: the driver", "", 40, 440, 200),
+    ("mps", "wing: shares behind one", "daemon for each GPU", 260, 440, 200),
+    ("vgpu", "wing: fractions and the", "limits of containers", 480, 440, 200),
+    ("whole", "wing: whole GPUs and", "time slices", 700, 440, 200),
 )
 AROUND = (
     ("Prometheus, probes", 40, 40, 200, COLOURS[4]),
@@ -34,9 +37,9 @@ WAYS = (
     (580, 160, 580, 80, "own node only"),
     (800, 80, 800, 160, "Allocate"),
     (140, 500, 140, 540, "NVML"),
-    (360, 400, 360, 540, "sockets"),
-    (580, 400, 580, 540, "limits file, library"),
-    (800, 400, 800, 540, "devices"),
+    (360, 500, 360, 540, "sockets"),
+    (580, 500, 580, 540, "limits file, library"),
+    (800, 500, 800, 540, "devices"),
 )
 
 

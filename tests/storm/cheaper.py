@@ -21,15 +21,15 @@ import yaml
 
 from agent._proto import v1
 from agent.app import reload
-from agent.isolation import library
+from agent.injection import inject
 from agent.kit import inotify
 from agent.kubelet import endpoint
 from agent.modes import sources
 from agent.mps import daemon_logs
-from agent.plugins import inject
 from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet import containers, podresources_server, registry
 from agent.simulator.kubelet.device_tables import NO_NUMA
+from agent.vgpu import library
 from tests.storm import cheaper_api, cheaper_libraries
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 
 from agent.extender.app import Extender, running
 from agent.extender.handlers import FOLDER
-from agent.extender.settings import Http, Lease, Settings
+from agent.extender.settings import ExtenderSettings, Lease, PlainHttp
 from agent.simulator.kubelet.api_server import Pod
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.web.server import HANDLER_SECONDS, HttpRequest, Reply
@@ -40,8 +40,8 @@ class Replica(Process):
         super().__init__(number)
         self.extender: Extender | None = None
         self._socket = socket
-        self._settings = Settings(
-            http=Http(address="127.0.0.1", port=0, verbs=True),
+        self._settings = ExtenderSettings(
+            http=PlainHttp(address="127.0.0.1", port=0, verbs=True),
             lease=Lease(namespace="ns", identity=f"{name}-{number}"),
         )
         self._context = contextvars.copy_context()

@@ -16,13 +16,13 @@ from types import ModuleType, SimpleNamespace
 import anyio
 
 from agent.model.mps_abilities import PIPE_DIRECTORY
-from agent.mps import control_commands, launch, probing, processes, server_users, shared_memory, silent_peers
+from agent.mps import connections, control_commands, launch, probing, processes, shared_memory
 from agent.mps.binary import Program
+from agent.mps.connections import PeersSeen
 from agent.mps.directories import SOCKETS, Directories
 from agent.mps.launch import Launched
 from agent.mps.mps_errors import StartFailed
 from agent.mps.processes import Process
-from agent.mps.silent_peers import Look
 from agent.simulator import mps_control
 
 FIRST_PID = 1 << 23  # above any that the kernel gives
@@ -255,8 +255,10 @@ def install(table: DaemonTable) -> None:
         control_commands: {"session": table.session},
         probing: {"os": SimpleNamespace(pidfd_open=table.pidfd_open, close=os.close)},
         # Its processes are made up: what has their PIDs on this machine is not to be looked at.
-        server_users: {"peers_of": lambda _pid: frozenset()},
-        silent_peers: {"SilentPeers": lambda _pipe: SimpleNamespace(look=lambda _: Look((), None))},
+        connections: {
+            "peers_of": lambda _pid: frozenset(),
+            "SilentPeers": lambda _pipe: SimpleNamespace(look=lambda _: PeersSeen((), None)),
+        },
         shared_memory: {
             "prepare": lambda _folders, _size: None,
             "unmount": lambda _folder: None,

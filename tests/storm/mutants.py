@@ -88,21 +88,21 @@ HOLDERS = {
 }
 # Found by tests of their rooms, in milliseconds. Storms met none of them within 2,400 steps.
 BY_TESTS = {
-    "one_listed_pod_vouches_for_all": "kubelet/test_record.py::test_blind_kubelet_forgets_nobody",
-    "a_reading_spans_a_restart": "kubelet/test_record.py::test_kubelet_restarts_during_a_reading",
+    "one_listed_pod_vouches_for_all": "holdings/test_record.py::test_blind_kubelet_forgets_nobody",
+    "a_reading_spans_a_restart": "holdings/test_record.py::test_kubelet_restarts_during_a_reading",
     "older_readings_replace_newer_ones": (
-        "kubelet/test_record.py::test_an_answer_that_comes_late_does_not_replace_a_newer_one"
+        "holdings/test_record.py::test_an_answer_that_comes_late_does_not_replace_a_newer_one"
     ),
     "grants_do_not_hold_a_draining_gpu": (
         "modes/test_transition.py::test_a_gpu_that_drains_waits_for_a_grant_that_no_record_shows_yet"
     ),
-    "limits_go_with_the_record": "isolation/test_room.py::test_limits_stay_while_the_container_runs",
+    "limits_go_with_the_record": "vgpu/test_room.py::test_limits_stay_while_the_container_runs",
     "promised_units_are_free": (
         "pairing/test_calls.py::test_two_allocates_at_once_are_served_one_after_the_other"
     ),
     # This test was written because nothing had found the mutant.
     "ending_pods_ask": "pairing/test_askers.py::test_a_pod_that_ends_asks_for_nothing",
-    "granted_gpus_are_forgotten": "plugins/test_pgpu.py::test_held_units_are_never_handed_out_again",
+    "granted_gpus_are_forgotten": "whole/test_plugin.py::test_held_units_are_never_handed_out_again",
 }
 # Found by nothing yet; README.md says why.
 UNFOUND = frozenset(("rejected_pods_keep_their_promise", "older_objects_replace_newer_ones"))

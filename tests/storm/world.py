@@ -13,7 +13,6 @@ from aiohttp import web
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
-from agent.isolation.library import ELF
 from agent.modes.desired import LABEL
 from agent.node.taint import TAINT
 from agent.settings import (
@@ -35,6 +34,7 @@ from agent.simulator.kubelet.pod_specs import PodSpec
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.profile import places
 from agent.simulator.profiles import profile_named
+from agent.vgpu.library import ELF
 from tests.storm import cheaper, direct_http, mps_daemons, ordering, seams
 from tests.storm.cheaper import NvmlFaults
 from tests.storm.clock import CLOCK

@@ -9,7 +9,8 @@ import pytest
 from tests import changed
 
 IMPORTERS = {
-    "agent.pairing.pairing": ("agent.pairing.reducer", "agent.plugins.context", "tests.unit.status.parts"),
+    "agent.pairing.pairing": ("agent.pairing.reducer", "agent.lists.context", "tests.unit.status.parts"),
+    "clib.headers": ("clib.rules", "tests.unit.vgpu.test_headers"),
     "tests.virtual_time": ("tests.unit.kit.test_cell", "tests.component.test_app"),
     "agent.settings": ("agent.app.build", "agent.__main__"),
 }
@@ -34,7 +35,7 @@ def test_nothing_changed_runs_style_and_documents() -> None:
 
 def test_a_room_runs_with_those_that_import_it() -> None:
     assert rooms("agent/pairing/pairing.py") == [
-        f"tests/unit/{each}" for each in ("pairing", "plugins", "status")
+        f"tests/unit/{each}" for each in ("lists", "pairing", "status")
     ]
 
 
@@ -42,7 +43,8 @@ def test_a_room_runs_with_those_that_import_it() -> None:
     ("file", "room"),
     [
         ("tests/unit/mps/test_probing.py", "mps"),
-        ("agent/isolation/clib/hook.c", "isolation"),
+        ("agent/vgpu/clib/hook.c", "vgpu"),
+        (".ci/clib/headers.py", "vgpu"),
         ("agent/kit/__init__.py", "kit"),
         ("tests/virtual_time.py", "kit"),
         ("agent/settings/schema.py", None),  # its tests are among those that always run
@@ -73,9 +75,7 @@ def test_without_main_everything_runs() -> None:
 
 
 def test_the_real_imports_are_read() -> None:
-    assert "agent.plugins" in {
-        each.rpartition(".")[0] for each in changed.importers()("agent.pairing.pairing")
-    }
+    assert "agent.lists" in {each.rpartition(".")[0] for each in changed.importers()("agent.pairing.pairing")}
     assert list(changed.importers()("agent.nothing")) == []
 
 

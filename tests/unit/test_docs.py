@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from agent.cli import main as cli
-from agent.extender.metrics import Metrics as ExtenderMetrics
-from agent.extender.settings import Settings as ExtenderSettings
+from agent.extender.metrics import ExtenderMetrics
+from agent.extender.settings import ExtenderSettings
 from agent.node.taint import EFFECT, TAINT
 from agent.settings import Settings
 
@@ -258,7 +258,7 @@ def test_messages_that_are_explained_are_the_agent_s() -> None:
 
 # Modules that report events.
 REPORTING = (
-    *("agent/isolation/publishing.py", "agent/mps/daemon_status.py", "agent/node/conditions.py"),
+    *("agent/vgpu/events.py", "agent/mps/daemon_status.py", "agent/node/conditions.py"),
     *("agent/status/node_events.py", "agent/pairing/pod_access.py", "agent/app/reload.py"),
 )
 

@@ -47,7 +47,8 @@ def banned(lines: Iterator[tuple[int, str]]) -> list[tuple[int, str]]:
 def test_no_banned_word_in_the_code() -> None:
     found = {
         str(path.relative_to(ROOT)): words
-        for path in sorted((ROOT / "agent").rglob("*.py"))
+        for folder in ("agent", ".ci")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         if "_proto" not in path.parts and (words := banned(spoken(path.read_text())))
     }
     assert not found
@@ -56,7 +57,7 @@ def test_no_banned_word_in_the_code() -> None:
 def test_no_file_is_long() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text().splitlines())
-        for folder in ("agent", "tests", "proto")
+        for folder in ("agent", "tests", "proto", ".ci")
         for path in (ROOT / folder).rglob("*.py")
         if "_proto" not in path.parts
     }
@@ -67,7 +68,7 @@ def test_no_docstring_is_a_headless_clause() -> None:
     """A noun says it: `Messages to the actor.`, not `What the actor is sent.`"""
     found = [
         f"{path.relative_to(ROOT)}:{number}"
-        for folder in ("agent", "tests")
+        for folder in ("agent", "tests", ".ci")
         for path in sorted((ROOT / folder).rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if line.lstrip().startswith(HEADLESS)
@@ -78,7 +79,7 @@ def test_no_docstring_is_a_headless_clause() -> None:
 def test_no_banned_word_in_the_c_library() -> None:
     found = {
         path.name: words
-        for path in sorted((ROOT / "agent" / "isolation" / "clib").glob("*.[ch]"))
+        for path in sorted((ROOT / "agent" / "vgpu" / "clib").glob("*.[ch]"))
         if (words := banned(iter(enumerate(path.read_text().splitlines(), 1))))
     }
     assert not found

@@ -43,7 +43,7 @@ LOCKS = {
     "requirements-dev.lock": 20,
     ".ci/resolver.lock": 1,
     ".ci/container-toolkit/go.lock": 1,
-    "agent/isolation/clib/wheels.lock": 4,
+    ".ci/clib/wheels.lock": 4,
 }
 
 
@@ -96,7 +96,7 @@ def _fetches() -> Iterator[tuple[str, str]]:
 def test_every_download_is_held_to_a_hash() -> None:
     found = list(_fetches())
     assert {file for file, _ in found} >= {
-        *("Dockerfile", ".ci/build-toolkit", ".ci/lock", ".ci/venv", "agent/isolation/clib/wheels.py"),
+        *("Dockerfile", ".ci/build-toolkit", ".ci/lock", ".ci/venv", ".ci/clib/wheels.py"),
         *("tests/cluster/build/golang.py", "tests/cluster/build/agent_image.py", "tests/gpu/kit.py"),
     }
     free = [

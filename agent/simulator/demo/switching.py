@@ -56,9 +56,7 @@ class _Act:
         busy = self._index_of_holder()
         screen.seen(f"train runs on GPU {busy}. Now the label says vgpu:")
         took = await self._label("vgpu", rest)
-        await stage.wait(
-            lambda: bool(self._waits(busy)), lambda: f"GPU {busy} does not drain: {self._state()}"
-        )
+        await stage.wait(lambda: self._waits(busy) > 0, lambda: f"GPU {busy} does not drain: {self._state()}")
         screen.seen(f"{took:.0f} ms later {_gpus(rest)} offered as fractions. GPU {busy} drains:")
         screen.say(f"  {self._state()['message']}")
         stage.check(stage.kubelet.api.allocatable.get(GPU, 0) == 0, "a draining GPU is still offered")
@@ -104,9 +102,9 @@ class _Act:
         found: Mapping[str, Any] = json.loads(self._http.annotations.get(STATE_ANNOTATION, "{}"))
         return found
 
-    def _waits(self, index: int) -> list[str]:
+    def _waits(self, index: int) -> int:
         gpu = self._state().get("gpus", {}).get(str(index), {})
-        return list(gpu.get("waitingFor", ()))
+        return int(gpu.get("waitingFor", 0))
 
     def _index_of_holder(self) -> int:
         holders = self._stage.holders()

@@ -11,9 +11,9 @@ from statistics import median
 import anyio
 import anyio.to_thread
 
-from agent.isolation import layout
-from agent.isolation.clib import toolchain
-from agent.isolation.clib.build_library import cached
+from agent.vgpu import layout
+from clib import toolchain
+from clib.build_library import cached
 from tests.bench.conditions import BUILD, Conditions, short_folder
 from tests.bench.registry import Figure, Taken, measurement
 from tests.component.caps.container import Container, make

@@ -8,7 +8,7 @@ import anyio.to_thread
 
 from agent.extender.fleet import BoundPod, Fleet
 from agent.extender.free_capacity import PodClaim
-from agent.extender.packing import Work
+from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import pod_demand
 from agent.model.demand import CORES, VGPU, Container, Pod
 from tests.bench import arrivals
@@ -89,8 +89,8 @@ def _worst_shapes(draw: random.Random) -> list[Sequence[Share]]:
         ]
         containers = (Container(f"c{n}", {VGPU.core: c, VGPU.memory: b}) for n, (c, b) in enumerate(shape))
         demand = pod_demand(Pod("ns", "p", tuple(containers)))
-        work = Work()
-        for name in fleet.names:
+        work = SearchWork()
+        for name in fleet.nodes:
             fleet.verdict(name, demand, work)
         found.append((work.steps, shape))
     found.sort(key=lambda each: each[0], reverse=True)
@@ -99,7 +99,7 @@ def _worst_shapes(draw: random.Random) -> list[Sequence[Share]]:
 
 def _sample(draw: random.Random) -> Fleet:
     fleet = arrivals.fleet_of(SAMPLE, GPUS)
-    for node in list(fleet.names):
+    for node in list(fleet.nodes):
         for gpu in range(GPUS):
             size = draw.randint(1, CORES // 2)
             claim = PodClaim(arrivals.demand(size), chosen=((gpu,),))

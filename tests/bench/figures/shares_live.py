@@ -12,17 +12,18 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from agent.isolation.clib.build_library import NAME, cached
-from agent.isolation.compute import Compute, ComputeRequest
-from agent.isolation.folders import About, LimitFolders
-from agent.isolation.limits import ContainerLimits, Policy
-from agent.isolation.publishing import Publisher
-from agent.isolation.resize import Resizer
-from agent.isolation.room import Isolation
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodList
 from agent.model.ledger import PairMember
 from agent.pairing.pod_access import Recorder
+from agent.vgpu.compute import Compute, ComputeRequest
+from agent.vgpu.events import LimitEvents
+from agent.vgpu.folders import About, LimitFolders
+from agent.vgpu.limits import ContainerLimits, Enforcement
+from agent.vgpu.resize import FreeUnits, Resizer
+from agent.vgpu.room import Isolation
+from agent.vgpu.watch import LimitWatch
+from clib.build_library import NAME, cached
 from tests.bench.conditions import BUILD, Conditions
 from tests.bench.registry import Figure, Taken, measurement
 from tests.component.shares.row import program
@@ -44,7 +45,7 @@ class _Node:
         folders = LimitFolders(folder)
         folders.prepare()
         record: Cell[PodList | None] = Cell(None)
-        self.isolation = Isolation(folders, self.library, folder, Policy.LIBRARY, record, compute=True)
+        self.isolation = Isolation(folders, self.library, folder, Enforcement.LIBRARY, record, compute=True)
         self.compute = Compute(self.isolation, lambda about: REQUESTS[about.pod], soft=False)
         self.keys: dict[str, str] = {}
 
@@ -127,7 +128,7 @@ async def _resizes(node: _Node) -> list[float]:
     await anyio.to_thread.run_sync(node.add, "promised", 80)
     pods: Cell[object] = Cell(None)
     wanted = {"promised": '{"main": {"cores": 20}}'}
-    resizer = Resizer(node.isolation, _NoUnits(), Publisher(node.isolation, Recorder()))
+    resizer = _resizer(node.isolation)
     taken = []
     with node.running("promised", 3600) as process:
         async with anyio.create_task_group() as group:
@@ -170,7 +171,15 @@ async def _resumes(node: _Node) -> list[float]:
     return taken
 
 
-class _NoUnits:
+def _resizer(isolation: Isolation) -> Resizer:
+    events = LimitEvents(isolation, Recorder())
+    return Resizer(isolation, _NoUnits(), events, LimitWatch(isolation, events, Path("/proc")))
+
+
+class _NoUnits(FreeUnits):
+    def __init__(self) -> None:
+        """Of no GPU."""
+
     async def take(
         self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
     ) -> None:

@@ -21,16 +21,16 @@ from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.plugins.context import PluginContext
-from agent.plugins.inject import Injector
-from agent.plugins.vgpu import VgpuPlugin, build
 from agent.settings import Settings
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from agent.vgpu.node_limits import NodeLimits
+from agent.vgpu.plugin import VgpuPlugin, build
 from tests.bench.client import KubeletClient, kubelet_client
 from tests.bench.conditions import Conditions, short_folder
 from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine
 from tests.bench.registry import Figure, Taken, measurement, percentile
+from tests.wing_node import wing_node
 
 ADMISSIONS, WARM_UP = 300, 20
 READS = 100
@@ -198,7 +198,8 @@ async def list_block(conditions: Conditions) -> Mapping[str, Taken]:
     inventory = Cell(_snapshot(gpus))
     modes = Cell(Assignment({each.uuid: GpuMode(Mode.VGPU) for each in gpus}))
     settings = Settings()
-    _, plugins = build(PluginContext(settings, inventory, modes, _NoRecords(), Injector(settings)))
+    node = wing_node(settings, snapshot=inventory, assignment=modes, holdings=_NoRecords())
+    _, plugins = build(node, NodeLimits(node))
     plugin = next(each for each in plugins if each.resource == VGPU.memory)
     stalls: list[float] = []
     async with _served(plugin) as socket:

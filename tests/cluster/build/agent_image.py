@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from agent.isolation.clib import build_library as clib
-from agent.isolation.clib import wheels as clib_wheels
+from clib import build_library as clib
+from clib import wheels as clib_wheels
 from tests.cluster.build import base_image, cache, debian, emulation
 from tests.cluster.build.cache import Report
 from tests.cluster.build.commands import run
@@ -37,6 +37,8 @@ FILES = (
     ".ci/finish-image",
     ".ci/slim-root",
 )
+
+FOLDERS = ("agent", ".ci/clib")
 
 
 def build(report: Report, architecture: str = "") -> Path:
@@ -67,9 +69,9 @@ def build(report: Report, architecture: str = "") -> Path:
 
 
 def _sources() -> list[Path]:
-    agent = [path for path in (REPOSITORY / "agent").rglob("*") if path.is_file()]
+    below = [path for name in FOLDERS for path in (REPOSITORY / name).rglob("*") if path.is_file()]
     return sorted(REPOSITORY / name for name in FILES) + sorted(
-        path for path in agent if "__pycache__" not in path.parts
+        path for path in below if "__pycache__" not in path.parts
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation.clib.build_library import cached
+from clib.build_library import cached
 from tests.component.caps.container import CHEAP_MIB, Container, make
 from tests.cuda_double.fixtures import CACHE, Starter, driver, machine, release
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine

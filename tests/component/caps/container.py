@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from agent.isolation import layout
-from agent.isolation.clib.build_library import NAME
+from agent.vgpu import layout
+from clib.build_library import NAME
 from tests.cuda_double.machine import MIB, CudaGpu
 
 CONTEXT_MIB: Final = 300
@@ -96,7 +96,7 @@ def make(
     made = Container(folder)
     shutil.copy(library, made.library)
     wanted = [
-        layout.Limits(
+        layout.DeviceLimits(
             gpu=gpu.uuid, memory_bytes=cap * MIB, cores=50, strict=strict, driver=False, unseen_bytes=0
         )
         for gpu, cap in zip(gpus, caps, strict=True)

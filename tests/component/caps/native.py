@@ -4,8 +4,8 @@ import platform
 from pathlib import Path
 from typing import Final
 
-from agent.isolation.clib import toolchain
-from agent.isolation.clib.headers import include
+from clib import toolchain
+from clib.headers import include
 
 _FLAGS: Final = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread")
 

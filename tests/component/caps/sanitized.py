@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agent.isolation.clib import build_library, headers
-from agent.isolation.clib.rules import SOURCES
-from agent.isolation.clib.wheels import only_one
+from clib import build_library, headers
+from clib.rules import SOURCES
+from clib.wheels import LOCK, only_one
 from tests.cluster.build import debian
 
 SANITIZERS: Final = {
@@ -58,7 +58,7 @@ class Sanitized:
         digest = hashlib.sha256(
             repr((version, _FLAGS, SANITIZERS[sanitizer], build_library.HEADERS)).encode()
         )
-        made_by = (*SOURCES.glob("*.py"), SOURCES / "wheels.lock", Path(__file__))
+        made_by = (*build_library.TOOLS.glob("*.py"), LOCK, Path(__file__))
         sources = (*SOURCES.glob("*.[ch]"), *source.parent.glob("*.h"), source)
         for path in sorted({*made_by, *sources}):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())

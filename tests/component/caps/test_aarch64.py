@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from agent.isolation.clib.build_library import cached
+from clib.build_library import cached
 from tests.cluster.build import cache, debian
 from tests.component.caps.container import CHEAP_MIB, Container, make
 from tests.component.caps.native import program

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation import layout
+from agent.vgpu import layout
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import SLOTS_AT, Container
 from tests.cuda_double.machine import MIB, CudaMachine
@@ -61,7 +61,8 @@ BAD: dict[str, Callable[[Container], object]] = {
     "limits with both copies damaged": lambda it: _write(it.limits, 512 + 24, b"\xff" * 8),
     "limits of another GPU": lambda it: it.limits.write_bytes(
         layout.limit_file(
-            "x", [layout.Limits(gpu="GPU-" + "9" * 8 + "-0000-4000-8000-" + "9" * 12, memory_bytes=1 << 40)]
+            "x",
+            [layout.DeviceLimits(gpu="GPU-" + "9" * 8 + "-0000-4000-8000-" + "9" * 12, memory_bytes=1 << 40)],
         )
     ),
     "limits a link": lambda it: _link(it.limits),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation import layout
-from agent.isolation.clib.build_library import cached
-from agent.isolation.loaded import process_of
+from agent.vgpu import layout
+from agent.vgpu.loaded import process_of
+from clib.build_library import cached
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import SLOTS_AT, make
 from tests.cuda_double.machine import MIB, CudaMachine

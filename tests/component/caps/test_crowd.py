@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation.clib import toolchain
+from clib import toolchain
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import SLOT_BYTES, SLOTS_AT, Container
 from tests.cuda_double.machine import MIB, CudaMachine

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation.clib.build_library import cached
-from agent.isolation.clib.toolchain import ARCHITECTURES, GLIBC
+from clib.build_library import cached
+from clib.toolchain import ARCHITECTURES, GLIBC
 from tests.component.caps import elf
 from tests.component.caps.native import shared
 

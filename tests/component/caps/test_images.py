@@ -15,8 +15,8 @@ from typing import Final
 
 import pytest
 
-from agent.isolation.clib.build_library import HEADERS, NAME
-from agent.isolation.clib.headers import include
+from clib.build_library import HEADERS, NAME
+from clib.headers import include
 from tests.cluster.build import cache, debian
 from tests.component.caps.conftest import MakeContainer
 from tests.component.caps.container import CHEAP_MIB, Container

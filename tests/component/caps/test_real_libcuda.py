@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agent.isolation.clib.headers import entry_points
-from agent.isolation.clib.rules import rules
+from clib.headers import entry_points
+from clib.rules import rules
 from tests.component.caps.conftest import MakeContainer
 from tests.cuda_binaries import driver_library
 from tests.cuda_double.program import Program, program

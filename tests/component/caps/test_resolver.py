@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation import layout
-from agent.isolation.clib.headers import EntryPoint, entry_points
-from agent.isolation.clib.rules import rules
+from agent.vgpu import layout
+from clib.headers import EntryPoint, entry_points
+from clib.rules import rules
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.native import shared
 from tests.cuda_double.build import build

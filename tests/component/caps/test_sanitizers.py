@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from agent.isolation import layout
+from agent.vgpu import layout
 from tests.component.caps.conftest import CACHE, MakeContainer
 from tests.component.caps.container import CHEAP_MIB, Container
 from tests.component.caps.sanitized import ENVIRONMENT, FOUND, SANITIZERS, Sanitized

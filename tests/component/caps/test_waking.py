@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation import layout
+from agent.vgpu import layout
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import Container
 

@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from agent.cleanup.request import NOTHING, REPORT, REQUEST, Report, State, asking, taking_back
+from agent.cleanup.request import NOTHING, REPORT, REQUEST, CleanupReport, CleanupState, asking, taking_back
 from agent.cluster.api import KubeApi
 from tests.component.cluster.server import client
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
@@ -36,12 +36,12 @@ class Asked:
     async def ask(self, seconds: float, name: str = "first") -> None:
         await self.annotate(asking(name, datetime.now(UTC), seconds))
 
-    async def report(self, name: str = "first") -> Report:
+    async def report(self, name: str = "first") -> CleanupReport:
         """The answer to that request, once it is there."""
         with anyio.fail_after(WITHIN):
             while True:
                 text = self.rig.http.annotations.get(REPORT)
-                found = msgspec.json.decode(text, type=Report) if text else None
+                found = msgspec.json.decode(text, type=CleanupReport) if text else None
                 if found and found.id == name:
                     return found
                 await anyio.sleep(0.02)
@@ -108,7 +108,7 @@ async def test_cleans_its_node_and_serves_again_when_that_is_called_off() -> Non
     async with asked() as one:
         process = one.rig.agent.pid
         await one.ask(60)
-        assert (await one.report()).state is State.CLEAN
+        assert (await one.report()).state is CleanupState.CLEAN
         assert one.traces() == CLEAN
         assert one.rig.kubelet.allocatable[GPU] == 0
         assert await one.probe("/healthz") == (200, "ok\n"), "the kubelet must not restart it meanwhile"
@@ -127,7 +127,7 @@ async def test_a_request_that_nobody_ends_ends_by_itself() -> None:
     """The hook was killed."""
     async with asked() as one:
         await one.ask(4)
-        assert (await one.report()).state is State.CLEAN
+        assert (await one.report()).state is CleanupState.CLEAN
         await one.serves()
         assert not NOTHING.keys() & one.rig.http.annotations.keys()
 
@@ -150,7 +150,7 @@ async def test_a_second_uninstall_is_answered_out_of_service() -> None:
         await one.ask(60)
         await one.report()
         await one.ask(60, "second")
-        assert (await one.report("second")).state is State.CLEAN
+        assert (await one.report("second")).state is CleanupState.CLEAN
         assert one.rig.kubelet.allocatable[GPU] == 0
         assert one.traces() == CLEAN
 

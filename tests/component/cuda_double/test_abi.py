@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation.clib.headers import EntryPoint, entry_points
+from clib.headers import EntryPoint, entry_points
 from tests.component.cuda_double.conftest import CACHE
 from tests.cuda_double.build import build
 from tests.cuda_double.machine import CudaMachine

@@ -10,7 +10,7 @@ import anyio
 
 from agent.cluster.api import KubeApi
 from agent.extender.app import Extender, running
-from agent.extender.settings import Settings, load
+from agent.extender.settings import ExtenderSettings, load
 from tests.component.extender.api import Object
 
 READY_SECONDS = 10.0
@@ -23,7 +23,7 @@ class Connected(Protocol):
         """A client, open while the context is."""
 
 
-def settings_for(**flags: Any) -> Settings:
+def settings_for(**flags: Any) -> ExtenderSettings:
     """Quick leases on loopback."""
     given = {
         "http.address": "127.0.0.1",

@@ -2,7 +2,7 @@
 
 import anyio
 
-from agent.extender.serving_label import LABEL, ServingLabel
+from agent.extender.lease import LABEL, ServingLabel
 from agent.extender.settings import Serving
 from agent.kit.cell import Cell
 from tests.component.extender.api import ClusterApi, gpus

@@ -167,7 +167,7 @@ async def test_a_conflict_may_mean_that_the_pod_is_bound_and_frees_nothing() -> 
                 await anyio.sleep(0.02)
         assert await scheduler.bind(api.pod("r", 60, 10), "a") == ""
         assert scheduler.extender.serving is not None
-        assert scheduler.extender.serving.binder._open == {}, "nothing is kept of pods that are gone"
+        assert scheduler.extender.serving.binder._open == set(), "nothing is kept of pods that are gone"
 
 
 async def test_a_binding_whose_answer_is_lost_still_counts() -> None:

@@ -17,8 +17,8 @@ from agent.kit.cell import Cell
 from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.plugin_types import Allocation, PreferenceRequest
 from agent.kubelet.service import DevicePluginService
+from agent.lists import encode
 from agent.model.modes import Assignment
-from agent.plugins import encode
 from tests.component import protos
 
 V1BETA1 = protos.load("deviceplugin")

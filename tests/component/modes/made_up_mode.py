@@ -1,17 +1,18 @@
 """A mode that the product does not have: each GPU as two halves, `example.com/half-gpu`.
 
-`test_new_mode_is_one_file` puts this file beside the plugins of a copy of the agent, as `half.py`.
+`test_new_mode_is_one_file` makes it a wing of a copy of the agent.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar, Self
 
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Refused, ResourcePlugin
+from agent.lists import encode
 from agent.model.ids import BadDeviceId, DeviceId, parse
 from agent.model.modes import Assignment, Mode
-from agent.plugins import encode
-from agent.plugins.context import PluginContext
+from agent.modes.wing import Node, Wing
 
 HALVES = 2
 
@@ -22,17 +23,16 @@ class HalfPlugin:
     offers_preference = False
     needs_pre_start = False
 
-    def __init__(self, context: PluginContext) -> None:
-        self._context = context
-        self._mode = Mode("half")
-        (self.resource,), (self._unit,) = self._mode.resources, self._mode.units
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        (self.resource,), (self._unit,) = Half.mode.resources, Half.mode.units
         self.lists: Cell[bytes] = Cell(b"")
 
     async def run(self) -> None:
-        await follow(self.refresh, self._context.inventory, self._context.modes, self._context.record.cell)
+        await follow(self.refresh, self._node.snapshot, self._node.assignment, self._node.holdings.cell)
 
     def refresh(self) -> None:
-        parts = (encode.devices(ids, healthy) for ids, healthy in self._devices(self._context.modes.value))
+        parts = (encode.devices(ids, healthy) for ids, healthy in self._devices(self._node.assignment.value))
         encoded = b"".join(parts)
         if encoded != self.lists.value:
             self.lists.publish(encoded)
@@ -42,11 +42,11 @@ class HalfPlugin:
         return sum(len(ids) for ids, _ in devices), sum(len(ids) for ids, healthy in devices if healthy)
 
     def _devices(self, assignment: Assignment) -> Iterator[tuple[list[str], bool]]:
-        record = self._context.record.cell.value
+        record = self._node.holdings.cell.value
         held = {each for holding in record.holdings for each in holding.ids} if record else set()
-        for state in self._context.inventory.value.gpus:
+        for state in self._node.snapshot.value.gpus:
             mode = assignment.of(state.uuid)
-            if mode.mode is self._mode:
+            if mode.mode is Half.mode:
                 ids = [str(DeviceId(state.uuid, self._unit, number)) for number in range(HALVES)]
                 stays = ids if mode.offered or mode.leaving else [each for each in ids if each in held]
                 yield stays, mode.offered and state.healthy
@@ -59,12 +59,22 @@ class HalfPlugin:
             gpus = {parse(each).gpu for each in ids}
         except BadDeviceId as error:
             raise Refused(str(error)) from error
-        by_uuid = self._context.inventory.value.by_uuid
-        return self._context.injector.allocation([by_uuid[uuid].gpu for uuid in sorted(gpus)])
+        by_uuid = self._node.snapshot.value.by_uuid
+        return self._node.injector.allocation([by_uuid[uuid].gpu for uuid in sorted(gpus)])
 
     async def pre_start(self, ids: Sequence[str]) -> None:
         raise Refused("not asked for")
 
 
-def build(context: PluginContext) -> list[ResourcePlugin]:
-    return [HalfPlugin(context)]
+class Half(Wing):
+    mode: ClassVar[Mode] = Mode("half")
+
+    def __init__(self, plugin: HalfPlugin) -> None:
+        self._plugin = plugin
+
+    @classmethod
+    async def build(cls, node: Node) -> Self:
+        return cls(HalfPlugin(node))
+
+    def plugins(self) -> Sequence[ResourcePlugin]:
+        return [self._plugin]

@@ -86,9 +86,9 @@ class ReportedNode(ClusterNode):
 class SlowDaemon(Daemon):
     """Takes a while before it fails, as a control program does."""
 
-    async def set_up(self, gpu: Gpu) -> None:
+    async def prepare(self, gpu: Gpu) -> None:
         await anyio.sleep(2)
-        await super().set_up(gpu)
+        await super().prepare(gpu)
 
 
 def offered(assignment: Assignment) -> Amounts:
@@ -131,7 +131,7 @@ async def failing() -> AsyncIterator[FailingNode]:
         Kubelet(),
         FollowedLists(world),
         announcer=world.withdrawals,
-        backends={Mode.MPS: daemon},
+        wings={Mode.MPS: daemon},
     )
     reported = ReportedNode(api, world.node)
     async with world.running(), anyio.create_task_group() as group:

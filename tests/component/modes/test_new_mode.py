@@ -1,4 +1,4 @@
-"""A new mode is one new file in `agent/plugins` and one row in the table of modes."""
+"""A new mode is a wing, a row in the table of modes, and its name in the tuple of wings."""
 
 import json
 import shutil
@@ -21,6 +21,7 @@ from tests.scenarios.rig import GPU
 
 MADE_UP = Path(__file__).with_name("made_up_mode.py")
 HALF, GPUS = "example.com/half-gpu", 8
+TUPLE, AN_IMPORT = "WINGS: tuple[type[Wing], ...] = (", "from agent.whole.wing import WholeWing\n"
 LAST_ROW = "    @property\n    def resources(self)"
 FACT = "NOTHING: Final"
 TWO = "def _two(*_: object) -> int:\n    return 2\n\n\n"
@@ -28,14 +29,20 @@ ROW = f'    HALF = ("half", ModeRow(("{HALF}",), (Unit("h", UnitKind.REPLICA),),
 
 
 def copy_with_the_mode(folder: Path) -> Path:
-    """The whole agent, with one new file and one new row."""
+    """The whole agent, with one new file, one new row, and the name of the new wing."""
     here = Path(agent.__file__).parent
     shutil.copytree(here, folder / "agent", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(MADE_UP, folder / "agent" / "plugins" / "half.py")
+    (folder / "agent" / "half").mkdir()
+    shutil.copy(MADE_UP, folder / "agent" / "half" / "wing.py")
     table = folder / "agent" / "model" / "modes.py"
     text = table.read_text()
     assert text.count(LAST_ROW) == text.count(FACT) == 1
     table.write_text(text.replace(LAST_ROW, ROW + LAST_ROW).replace(FACT, TWO + FACT))
+    wings = folder / "agent" / "app" / "wings.py"
+    text = wings.read_text()
+    assert text.count(TUPLE) == text.count(AN_IMPORT) == 1
+    text = text.replace(TUPLE, f"{TUPLE}Half, ")
+    wings.write_text(text.replace(AN_IMPORT, f"{AN_IMPORT}from agent.half.wing import Half\n"))
     return folder
 
 

@@ -83,7 +83,7 @@ async def test_set_up_that_fails_leaves_nothing(tmp_path: Path, run_folder: Path
     broken.write_text("#!/bin/sh\necho 'error while loading shared libraries' >&2\nexit 127\n")
     broken.chmod(0o755)
     modes = Modes()
-    manager = manager_of(run_folder, Program(broken), modes, seconds=2.0)
+    manager = manager_of(run_folder, Program(broken), modes)
     async with running(manager):
         with pytest.raises(MpsError, match="error while loading shared libraries"):
             await manager.set_up(gpu(0))

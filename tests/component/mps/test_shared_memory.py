@@ -15,6 +15,8 @@ import anyio.to_thread
 import pytest
 
 from agent.cleanup import this_node
+from agent.kit.cell import Cell
+from agent.kubelet.podresources import PodList
 from agent.mps import launch, shared_memory
 from agent.mps import shm_sweep as sweep_module
 from agent.mps.binary import Program
@@ -263,7 +265,7 @@ async def test_running_daemons_are_kept_up(
     await anyio.to_thread.run_sync(folders.make)
     await anyio.to_thread.run_sync(started_by_hand, newest, folders)
     manager = manager_of(run_folder, newest, Modes())
-    upkeep = Upkeep(manager, run_folder, 2 * OPTIONS.shared_memory, lambda _: False)
+    upkeep = Upkeep(manager, run_folder, 2 * OPTIONS.shared_memory, Cell(PodList((), ())))
     async with running(manager):
         await manager.set_up(one)
         before = manager.status(one.uuid)
@@ -303,7 +305,7 @@ async def test_a_daemon_that_works_where_pods_write_keeps_its_sockets(
     await anyio.to_thread.run_sync(folders.make)
     await anyio.to_thread.run_sync(started_by_hand, newest, folders)
     manager = manager_of(run_folder, newest, Modes())
-    upkeep = Upkeep(manager, run_folder, OPTIONS.shared_memory, lambda _: True)
+    upkeep = Upkeep(manager, run_folder, OPTIONS.shared_memory, Cell(None))
     async with running(manager):
         await manager.set_up(one)
         status = manager.status(one.uuid)

@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.mps import silent_peers
+from agent.mps import connections
 from agent.mps.binary import Program
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_status import DaemonState, EventReason
@@ -76,8 +76,8 @@ async def test_silent_mps_connection_harms_nobody(
     program: Program, run_folder: Path, stand_in_server: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Units stay Healthy, daemon and server stay, others are heard: for one, and for all that fit."""
-    monkeypatch.setattr(silent_peers, "REPORT_SECONDS", 0.0)
-    monkeypatch.setattr(silent_peers, "AGAIN_SECONDS", 0.005)  # 200 at 50 ms each would take ten seconds
+    monkeypatch.setattr(connections, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "AGAIN_SECONDS", 0.005)  # 200 at 50 ms each would take ten seconds
     bench = Bench(run_folder, program)
     daemon = bench.daemon(options=WITH_SERVER)
     async with bench.kept(daemon):

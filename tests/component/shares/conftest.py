@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation.clib.build_library import cached
+from clib.build_library import cached
 from tests.component.caps.container import Container, hold, make
 from tests.component.shares.row import CLOCK
 from tests.cuda_double.fixtures import driver

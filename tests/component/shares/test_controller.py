@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from agent.isolation import layout
+from agent.vgpu import layout
 from tests.component.caps.container import Container
 from tests.component.shares.conftest import Site, hold
 from tests.cuda_double.timed import kernels
@@ -14,7 +14,7 @@ MS = 1_000_000
 EVENTS = ("cuEventRecord", "cuEventQuery", "cuEventElapsedTime", "cuEventCreate")
 
 
-def usage(container: Container) -> layout.Usage:
+def usage(container: Container) -> layout.CountedUsage:
     return layout.read_usage(container.usage.read_bytes()[: layout.usage_head_bytes(1)])[0]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.isolation.clib.build_library import cached
-from agent.isolation.loaded import loads
+from agent.vgpu.loaded import loads
+from clib.build_library import cached
 from tests.cuda_double.program import Program, commanded
 
 READY = "print('null', flush=True); sys.stdin.read()"

@@ -7,12 +7,12 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.app.build_mps import pod_facts
 from agent.app.build_telemetry import _known_pods
 from agent.cluster.pods import Container, ContainerStatus, Pod, PodCache, PodSpec, PodStatus
 from agent.cluster.reflector import Metadata, OwnerReference
 from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
+from agent.mps.pods import pod_facts
 from agent.nvml.port import GpuProcess, Sample
 from agent.pairing.cluster_pods import ClusterPods
 from agent.telemetry.attribution import Attribution, attribute

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.check import configmap_sources
-from agent.check.configmaps import Found, concerns, faults
+from agent.check.configmaps import Found, concerns, faults, from_files
 from agent.cli.main import main
 
 OWN = Path(__file__).parents[3] / "config" / "platform"
@@ -71,7 +70,7 @@ def test_other_vendors_devices_pass() -> None:
 
 
 def test_our_own_pass() -> None:
-    assert faults(configmap_sources.from_files([OWN])) == []
+    assert faults(from_files([OWN])) == []
 
 
 @pytest.mark.parametrize(

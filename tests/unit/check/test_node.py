@@ -8,21 +8,22 @@ from pathlib import Path
 import anyio
 import pytest
 
-from agent.cdi.specification import FILE, KIND, Devices
-from agent.check.host import Host
-from agent.check.look import GOOD, NOT_SEEN, WRONG, Grade, Look, verdict
-from agent.check.node_check import Observed, look
+from agent.check.host import HostFiles
+from agent.check.look import GOOD, NOT_SEEN, WRONG, verdict
+from agent.check.node_check import Observation, look
 from agent.check.own_specification import Own, own_specification
-from agent.check.software import NodeFacts
+from agent.check.software import CheckedNode
 from agent.cli.main import main
-from agent.plugins.inject import NodeSoftware
+from agent.injection.inject import NodeSoftware
+from agent.injection.specification import FILE, KIND, Devices
+from agent.model.look import Look, Severity
 from agent.settings import Settings, load
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from tests.unit.check.conftest import CONTAINERD, written
 
-GOOD_NODE = NodeFacts(NodeSoftware("v1.36.3", "containerd://2.4.2"))
-WITHOUT_CDI = NodeFacts(NodeSoftware("v1.36.3", "containerd://1.7.27"))
+GOOD_NODE = CheckedNode(NodeSoftware("v1.36.3", "containerd://2.4.2"))
+WITHOUT_CDI = CheckedNode(NodeSoftware("v1.36.3", "containerd://1.7.27"))
 NOTHING_MADE = Own(wanted=True, devices=Devices(problem="nvidia-ctk is missing"))
 UNSEEN = "the API server cannot be reached"
 
@@ -38,17 +39,17 @@ class Node:
         self.root = root
         self.machine = SimulatedMachine.create("dgx-h200")
         self.own = Own(wanted=True, devices=Devices(frozenset(self.machine.uuids)))
-        self.host = Host(root, named=True)
-        self.facts: NodeFacts | None = GOOD_NODE
+        self.host = HostFiles(root, named=True)
+        self.facts: CheckedNode | None = GOOD_NODE
 
     def looks(self, *more: str) -> list[Look]:
-        seen = Observed(self.host, self.own, self.facts, "" if self.facts else UNSEEN)
+        seen = Observation(self.host, self.own, self.facts, "" if self.facts else UNSEEN)
         return list(look(settings(self.root, *more), SimulatedNvml(self.machine), seen))
 
     def faults(self, *more: str) -> dict[str, str]:
-        return {each.subject: each.text for each in self.looks(*more) if each.grade is Grade.FAILED}
+        return {each.subject: each.text for each in self.looks(*more) if each.grade is Severity.FAILED}
 
-    def grades(self, *more: str) -> dict[str, Grade]:
+    def grades(self, *more: str) -> dict[str, Severity]:
         return {each.subject: each.grade for each in self.looks(*more)}
 
     def of(self, what: str, *more: str) -> Look:
@@ -63,7 +64,7 @@ def node(root: Path) -> Node:
 
 def test_a_good_node_has_no_fault(node: Node) -> None:
     looks = node.looks()
-    assert {each.grade for each in looks} == {Grade.OK}, [each.line() for each in looks]
+    assert {each.grade for each in looks} == {Severity.OK}, [each.line() for each in looks]
     assert verdict(looks).text == "this node can offer its GPUs"
     assert verdict(looks).code == GOOD
     assert node.of("cgroups").text == "version 2"
@@ -85,15 +86,15 @@ def test_without_any_specification_runtime_and_toolkit_are_needed(node: Node, wa
     faults = node.faults()
     assert set(faults) == {"toolkit", "default runtime", *(["GPU specification"] if wanted else [])}
     assert "nvidia-ctk runtime configure" in faults["default runtime"]
-    assert node.grades()["CDI"] is Grade.WARNING
+    assert node.grades()["CDI"] is Severity.WARNING
     assert not node.faults("injection.deviceNodes=true")
     assert set(node.faults("injection.strategy=cdi")) >= {"CDI"}
 
 
 def test_old_versions_are_found(node: Node) -> None:
-    node.facts = NodeFacts(NodeSoftware("v1.24.17", "containerd://1.6.20"))
+    node.facts = CheckedNode(NodeSoftware("v1.24.17", "containerd://1.6.20"))
     assert "1.25" in node.faults()["kubelet"]
-    assert node.grades()["CDI"] is Grade.WARNING
+    assert node.grades()["CDI"] is Severity.WARNING
 
 
 def test_docker_s_runtime_is_not_taken_for_containerd_s(node: Node) -> None:
@@ -112,8 +113,8 @@ def test_a_configuration_that_cannot_be_read_is_no_pass(node: Node, cdi: bool) -
         node.root, {"/etc/containerd/config.toml": imports, "/etc/containerd/conf.d/9.toml": "enable_cdi = ["}
     )
     assert "/etc/containerd/conf.d/9.toml" in node.of("CDI").text
-    assert node.grades()["CDI"] is Grade.UNKNOWN
-    assert node.grades()["default runtime"] is (Grade.OK if cdi else Grade.UNKNOWN)
+    assert node.grades()["CDI"] is Severity.UNKNOWN
+    assert node.grades()["default runtime"] is (Severity.OK if cdi else Severity.UNKNOWN)
     assert verdict(node.looks()).code == (NOT_SEEN if cdi else WRONG)
 
 
@@ -132,15 +133,15 @@ def test_cdi_that_is_switched_off_is_found(node: Node) -> None:
 @pytest.mark.parametrize(
     ("strategy", "value", "grade"),
     [
-        ("auto", "true", Grade.WARNING),
-        ("auto", "false", Grade.FAILED),
-        ("cdi", "true", Grade.OK),
-        ("cdi", "false", Grade.FAILED),
-        ("envvar", "false", Grade.OK),
+        ("auto", "true", Severity.WARNING),
+        ("auto", "false", Severity.FAILED),
+        ("cdi", "true", Severity.OK),
+        ("cdi", "false", Severity.FAILED),
+        ("envvar", "false", Severity.OK),
     ],
 )
 def test_a_runtime_of_a_version_without_cdi_may_have_it_switched_on(
-    node: Node, strategy: str, value: str, grade: Grade
+    node: Node, strategy: str, value: str, grade: Severity
 ) -> None:
     node.facts = WITHOUT_CDI
     written(node.root, {"/etc/containerd/config.toml": SWITCH.format(value=value)})
@@ -149,7 +150,7 @@ def test_a_runtime_of_a_version_without_cdi_may_have_it_switched_on(
 
 def test_cdi_without_a_switch_in_an_old_runtime_is_refused_by_strategy_only(node: Node) -> None:
     node.facts = WITHOUT_CDI
-    assert node.grades()["CDI"] is Grade.WARNING
+    assert node.grades()["CDI"] is Severity.WARNING
     assert "enable_cdi = true" in node.faults("injection.strategy=cdi")["CDI"]
 
 
@@ -160,11 +161,11 @@ def test_a_runtime_that_looks_elsewhere_is_found(node: Node, folders: str, good:
 
 
 def test_what_cannot_be_seen_is_no_pass(node: Node, tmp_path: Path) -> None:
-    node.facts, node.host = None, Host(None)
+    node.facts, node.host = None, HostFiles(None)
     node.own = Own(wanted=False)
     folder = tmp_path / "empty"
     looks = node.looks(f"kubelet.root={tmp_path}/var/lib/kubelet", f"host.cgroups={folder}")
-    unknown = {each.subject for each in looks if each.grade is Grade.UNKNOWN}
+    unknown = {each.subject for each in looks if each.grade is Severity.UNKNOWN}
     rest = {"kubelet", "other agents", "Topology Manager", "cgroups"}
     assert unknown == {"toolkit", "default runtime", "CDI"} | rest
     result = verdict(looks)
@@ -173,7 +174,7 @@ def test_what_cannot_be_seen_is_no_pass(node: Node, tmp_path: Path) -> None:
     for what in unknown:
         assert what in result.text
     assert UNSEEN in next(each.text for each in looks if each.subject == "kubelet")
-    assert verdict([*looks, Look("x", Grade.FAILED, "")]).code == WRONG
+    assert verdict([*looks, Look("x", Severity.FAILED, "")]).code == WRONG
 
 
 def test_a_missing_kubelet_is_found(node: Node) -> None:
@@ -198,7 +199,7 @@ def test_mps_program_is_missed(node: Node, monkeypatch: pytest.MonkeyPatch) -> N
 def test_numa_without_a_policy_is_a_warning(node: Node) -> None:
     written(node.root, {"/var/lib/kubelet/config.yaml": "kind: KubeletConfiguration\n"})
     found = node.of("Topology Manager")
-    assert found.grade is Grade.WARNING
+    assert found.grade is Severity.WARNING
     assert "best-effort" in found.text
     assert verdict(node.looks()).code == GOOD
 
@@ -217,7 +218,7 @@ def test_a_specification_that_stands_is_read(node: Node) -> None:
     assert f"{FILE} names 8 GPUs" in node.of("GPU specification").text
     written(node.root, {f"/run/cdi/{FILE}": "{}"})
     node.own = anyio.run(own_specification, settings(node.root), node.host)
-    assert node.grades()["GPU specification"] is Grade.WARNING  # NVIDIA's runtime is the default one
+    assert node.grades()["GPU specification"] is Severity.WARNING  # NVIDIA's runtime is the default one
     assert FILE in node.of("GPU specification").text
 
 
@@ -232,7 +233,7 @@ def test_a_state_folder_without_execution_is_found(
     node: Node, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = "vgpu.enforcement=library"
-    assert node.of(what, limits).grade is Grade.OK
+    assert node.of(what, limits).grade is Severity.OK
 
     class NoExec:
         f_flag = os.ST_NOEXEC
@@ -250,19 +251,19 @@ def test_other_agents_are_named_by_their_sockets(node: Node, monkeypatch: pytest
         assert "gpu-manager" in node.faults()["other agents"]
     # A process that was killed leaves it behind.
     found = node.of("other agents")
-    assert found.grade is Grade.WARNING
+    assert found.grade is Severity.WARNING
     assert "nobody listens" in found.text
 
 
 @pytest.mark.parametrize(("mode", "bad"), [(None, True), ("none", True), ("pgpu", False)])
 def test_other_agents_are_named_by_what_is_on_offer(node: Node, mode: str | None, bad: bool) -> None:
     labels = {"gpu-node-agent.io/mode": mode} if mode else {}
-    node.facts = NodeFacts(GOOD_NODE.software, labels, ("nvidia.com/gpu",))
+    node.facts = CheckedNode(GOOD_NODE.software, labels, ("nvidia.com/gpu",))
     assert ("nvidia.com/gpu" in node.faults().get("other agents", "")) is bad
 
 
 def test_a_node_of_the_dra_driver_is_named(node: Node) -> None:
-    node.facts = NodeFacts(GOOD_NODE.software, {"nvidia-device-enable": "pgpu-dra"})
+    node.facts = CheckedNode(GOOD_NODE.software, {"nvidia-device-enable": "pgpu-dra"})
     assert "DRA" in node.faults()["other agents"]
 
 
@@ -278,17 +279,18 @@ def test_kernels_too_old_for_mps_are_found(node: Node, monkeypatch: pytest.Monke
     own = list(os.uname())
     own[2] = "5.4.0-216-generic"
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(own))
-    assert "5.10" in node.of("kernel").text
-    assert node.grades("modes.mps=false")["kernel"] is Grade.OK
-    monkeypatch.setattr("agent.check.kubelet.kernel_problem", lambda: "Linux 4.18 has none")
-    assert "modes.mps: false" in node.faults()["kernel"]
+    assert "5.10" in node.of("kernel for MPS").text
+    assert node.grades()["kernel"] is Severity.OK
+    assert "kernel for MPS" not in node.grades("modes.mps=false")
+    monkeypatch.setattr("agent.mps.wing.kernel_problem", lambda: "Linux 4.18 has none")
+    assert "modes.mps: false" in node.faults()["kernel for MPS"]
 
 
 def test_cgroups_of_version_1_are_a_warning(node: Node) -> None:
     (node.root / "sys/fs/cgroup/cgroup.controllers").unlink()
-    assert node.grades()["cgroups"] is Grade.UNKNOWN
+    assert node.grades()["cgroups"] is Severity.UNKNOWN
     (node.root / "sys/fs/cgroup/memory").mkdir()
-    assert node.grades()["cgroups"] is Grade.WARNING
+    assert node.grades()["cgroups"] is Severity.WARNING
 
 
 def test_by_command_line_the_root_must_be_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

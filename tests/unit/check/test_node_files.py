@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.check.host import Host, host_of
-from agent.check.kubelet_files import topology_manager
+from agent.check.host import HostFiles, host_of
+from agent.check.kubelet import topology_manager
 from agent.check.runtime_files import Runtimes, runtimes, toolkit_version
 from agent.kit.inside import inside
 from agent.settings import load
@@ -15,7 +15,7 @@ POLICY = "kind: KubeletConfiguration\ntopologyManagerPolicy: {0}\n"
 
 
 def found(root: Path, files: dict[str, str]) -> tuple[str, str]:
-    read = runtimes(Host(written(root, files)))
+    read = runtimes(HostFiles(written(root, files)))
     assert read is not None
     return read.file, read.default
 
@@ -36,7 +36,7 @@ def test_default_runtimes(tmp_path: Path, file: str, text: str, name: str) -> No
 @pytest.mark.parametrize("text", ["[]", "{", "[" * 10_000])
 def test_files_that_are_none_are_not_known(tmp_path: Path, text: str) -> None:
     names = ("/etc/docker/daemon.json", "/etc/containerd/config.toml", "/var/lib/kubelet/config.yaml")
-    host = Host(written(tmp_path, dict.fromkeys(names, text)))
+    host = HostFiles(written(tmp_path, dict.fromkeys(names, text)))
     for version, file in (("docker://28.1", names[0]), ("containerd://2.4.2", names[1]), ("", names[1])):
         read = runtimes(host, version)
         assert read is not None
@@ -64,7 +64,7 @@ def test_of_several_runtimes_the_kubelet_s_own_counts(tmp_path: Path, version: s
         "/etc/docker/daemon.json": "{}",
         "/etc/crio/crio.conf.d/00-default": "[crio.runtime]\n",
     }
-    host = Host(written(tmp_path, files))
+    host = HostFiles(written(tmp_path, files))
     read = runtimes(host, version)
     assert read is not None
     assert (read.file, read.default) == (file, "runc")
@@ -78,7 +78,7 @@ def test_cri_o_s_files_without_a_suffix_are_read(tmp_path: Path) -> None:
         f"{folder}/00-default": '[crio.runtime]\ncdi_spec_dirs = ["/a"]\n',
         f"{folder}/99-nvidia.conf": '[crio.runtime]\ndefault_runtime = "nvidia"\n',
     }
-    read = runtimes(Host(written(tmp_path, files)))
+    read = runtimes(HostFiles(written(tmp_path, files)))
     assert read == Runtimes(f"{folder}/99-nvidia.conf", "nvidia", cdi_folders=("/a",))
 
 
@@ -102,7 +102,7 @@ def test_later_files_of_cri_o_go_over_earlier_ones(tmp_path: Path) -> None:
 
 def test_the_switch_and_the_folders_of_cdi_are_read(tmp_path: Path) -> None:
     text = '[plugins."io.containerd.grpc.v1.cri"]\nenable_cdi = true\ncdi_spec_dirs = ["/a", "/b"]\n'
-    read = runtimes(Host(written(tmp_path, {"/etc/containerd/config.toml": text})))
+    read = runtimes(HostFiles(written(tmp_path, {"/etc/containerd/config.toml": text})))
     assert read == Runtimes("/etc/containerd/config.toml", "runc", cdi=True, cdi_folders=("/a", "/b"))
 
 
@@ -127,7 +127,7 @@ def test_containerd_s_command_line_names_its_file(tmp_path: Path, words: tuple[s
 
 
 def test_the_kubelet_s_command_line_goes_before_its_files(tmp_path: Path) -> None:
-    host = Host(written(tmp_path, {"/opt/k.yaml": POLICY.format("restricted")}))
+    host = HostFiles(written(tmp_path, {"/opt/k.yaml": POLICY.format("restricted")}))
     process(tmp_path, 80, "/usr/bin/kubelet", "--config=/opt/k.yaml", "--config-dir=/opt/d")
     assert topology_manager(host) == ("/opt/k.yaml", "restricted")
     written(
@@ -144,12 +144,12 @@ def test_the_kubelet_s_command_line_goes_before_its_files(tmp_path: Path) -> Non
 
 def test_a_container_s_process_is_not_taken_for_the_kubelet(tmp_path: Path) -> None:
     process(tmp_path, 90, "kubelet", "--topology-manager-policy=restricted", parent=4711)
-    assert topology_manager(Host(tmp_path)) is None
+    assert topology_manager(HostFiles(tmp_path)) is None
 
 
 @pytest.mark.parametrize("folder", ["/var/lib/rancher/k3s/agent/etc/kubelet.conf.d"])
 def test_a_kubelet_within_another_program_is_known_by_its_drop_ins(tmp_path: Path, folder: str) -> None:
-    host = Host(written(tmp_path, {f"{folder}/00-k3s-defaults.conf": "kind: KubeletConfiguration\n"}))
+    host = HostFiles(written(tmp_path, {f"{folder}/00-k3s-defaults.conf": "kind: KubeletConfiguration\n"}))
     assert topology_manager(host) == (folder, "none")
     written(tmp_path, {f"{folder}/50.conf": POLICY.format("best-effort")})
     assert topology_manager(host) == (f"{folder}/50.conf", "best-effort")
@@ -158,7 +158,7 @@ def test_a_kubelet_within_another_program_is_known_by_its_drop_ins(tmp_path: Pat
 def test_a_runtime_that_pods_must_name_is_known(tmp_path: Path) -> None:
     runtime = '[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.nvidia]\nruntime_type = "x"\n'
     text = CONTAINERD.format(runtime="runc") + runtime
-    read = runtimes(Host(written(tmp_path, {"/etc/containerd/config.toml": text})))
+    read = runtimes(HostFiles(written(tmp_path, {"/etc/containerd/config.toml": text})))
     assert read is not None
     assert read.names == {"nvidia"}
 
@@ -167,12 +167,12 @@ def test_toolkit_tells_its_version(tmp_path: Path) -> None:
     written(tmp_path, {"/opt/nvidia-ctk": "not a program"}).joinpath("opt/nvidia-ctk").chmod(0o755)
     (tmp_path / "usr/bin").mkdir(parents=True)
     (tmp_path / "usr/bin/nvidia-ctk").symlink_to("/opt/nvidia-ctk")
-    assert toolkit_version(Host(tmp_path)) == ("nvidia-ctk", None)
-    assert toolkit_version(Host(tmp_path / "usr")) is None
+    assert toolkit_version(HostFiles(tmp_path)) == ("nvidia-ctk", None)
+    assert toolkit_version(HostFiles(tmp_path / "usr")) is None
     # A root of its own without a loader: it is asked from here.
     (tmp_path / "opt/nvidia-ctk").write_text("#!/bin/sh\necho NVIDIA Container Toolkit CLI version 1.20.1\n")
-    assert toolkit_version(Host(tmp_path)) == ("nvidia-ctk", (1, 20, 1))
-    assert toolkit_version(Host(None)) is None
+    assert toolkit_version(HostFiles(tmp_path)) == ("nvidia-ctk", (1, 20, 1))
+    assert toolkit_version(HostFiles(None)) is None
 
 
 @pytest.mark.parametrize(
@@ -190,17 +190,17 @@ def test_links_count_from_the_root(tmp_path: Path, link: str, target: str, seen:
     if target == "run":
         with pytest.raises(OSError, match="loop"):
             inside(tmp_path, "/var/run/cdi")
-        assert Host(tmp_path).file("/var/run/cdi") is None
+        assert HostFiles(tmp_path).file("/var/run/cdi") is None
     else:
         assert inside(tmp_path, "/var/run/cdi") == tmp_path / seen
 
 
 def test_where_the_node_s_root_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_of(load(None, {}, []), tmp_path) == Host(tmp_path, named=True)
-    assert host_of(load(None, {}, []), None) == Host(Path("/"))
+    assert host_of(load(None, {}, []), tmp_path) == HostFiles(tmp_path, named=True)
+    assert host_of(load(None, {}, []), None) == HostFiles(Path("/"))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    assert host_of(load(None, {}, []), None) == Host(None)
+    assert host_of(load(None, {}, []), None) == HostFiles(None)
     mounted = load(None, {}, [f"driver.root={tmp_path}"])
-    assert host_of(mounted, None) == Host(None)  # a driver container's
+    assert host_of(mounted, None) == HostFiles(None)  # a driver container's
     (tmp_path / "var/lib/kubelet").mkdir(parents=True)
-    assert host_of(mounted, None) == Host(tmp_path)
+    assert host_of(mounted, None) == HostFiles(tmp_path)

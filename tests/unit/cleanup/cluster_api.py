@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from agent.cleanup.cluster import Release
-from agent.cleanup.request import REPORT, REQUEST, Report, Request, State
+from agent.cleanup.request import REPORT, REQUEST, CleanupReport, CleanupRequest, CleanupState
 from agent.cluster.api import ApiRefused, ApiUnavailable, KubeApi
 
 RECORD = "sh.helm.release.v1.agents.v3"
@@ -33,12 +33,12 @@ class Cluster(KubeApi):
         super().__init__(None, None)
         self.annotations: dict[str, dict[str, str]] = {node: {} for node in nodes}
         self.agents = list(nodes)  # nodes with an agent's pod
-        self.answers: dict[str, tuple[State, str] | None] = {}
+        self.answers: dict[str, tuple[CleanupState, str] | None] = {}
         self.users: list[dict[str, Any]] = []
         self.record: dict[str, str] | None = {"status": "uninstalling"}
         self.refusing: dict[str, int] = {}  # part of a path: status
         self.silent = 0  # so many patches arrive, and their answer is lost
-        self.requests: list[tuple[str, Request]] = []
+        self.requests: list[tuple[str, CleanupRequest]] = []
 
     async def get(self, path: str, query: Mapping[str, str] | None = None, deadline: float = 5.0) -> bytes:
         """Nodes by name, pods of the namespace by label, all pods."""
@@ -87,18 +87,18 @@ class Cluster(KubeApi):
             node
             for node, annotations in self.annotations.items()
             if REQUEST in annotations
-            and msgspec.json.decode(annotations[REQUEST], type=Request).seconds_left(NOW) > 0
+            and msgspec.json.decode(annotations[REQUEST], type=CleanupRequest).seconds_left(NOW) > 0
         }
 
     def _answer(self, name: str) -> None:
         text = self.annotations[name].get(REQUEST)
         if text is None:
             return
-        request = msgspec.json.decode(text, type=Request)
+        request = msgspec.json.decode(text, type=CleanupRequest)
         self.requests.append((name, request))
-        answer = self.answers.get(name, (State.CLEAN, ""))
+        answer = self.answers.get(name, (CleanupState.CLEAN, ""))
         if request.seconds_left(NOW) > 0 and answer:
-            report = Report(request.id, *answer)
+            report = CleanupReport(request.id, *answer)
             self.annotations[name][REPORT] = msgspec.json.encode(report).decode()
 
     def _refuse(self, method: str, path: str) -> None:

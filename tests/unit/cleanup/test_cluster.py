@@ -5,7 +5,7 @@ import pytest
 
 from agent.cleanup import cluster as room
 from agent.cleanup.cluster import MARGIN_SECONDS, ClusterCleanup, Release
-from agent.cleanup.request import CleanupFailed, CleanupRefused, State
+from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupState
 from tests.unit.cleanup.cluster_api import NOW, RELEASE, Cluster, holder
 
 
@@ -81,7 +81,7 @@ async def test_many_holders_are_counted() -> None:
 
 async def test_a_node_that_refuses_calls_all_off() -> None:
     cluster = Cluster("node1", "node2")
-    cluster.answers["node2"] = (State.REFUSED, "1 pod(s) hold MPS shares: team/late")
+    cluster.answers["node2"] = (CleanupState.REFUSED, "1 pod(s) hold MPS shares: team/late")
     with pytest.raises(CleanupRefused, match=r"^node node2: 1 pod\(s\) hold MPS shares: team/late$"):
         await run(cluster)
     assert cluster.in_force() == set()
@@ -89,7 +89,7 @@ async def test_a_node_that_refuses_calls_all_off() -> None:
 
 async def test_a_node_that_fails_is_named_when_time_is_up() -> None:
     cluster = Cluster("node1", "node2")
-    cluster.answers["node1"] = (State.FAILED, "/run/x: cannot be removed: Device or resource busy")
+    cluster.answers["node1"] = (CleanupState.FAILED, "/run/x: cannot be removed: Device or resource busy")
     with pytest.raises(CleanupFailed, match=r"node node1: /run/x: cannot be removed.*--no-hooks"):
         await run(cluster, 0.2)
     assert cluster.in_force() == set()

@@ -11,7 +11,7 @@ from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.cluster.api import KubeApi
 from agent.cluster.pods import Pod, PodCache
 from agent.cluster.reflector import Metadata
-from agent.kubelet.checkpoint import FILE_NAME
+from agent.holdings.checkpoint import FILE_NAME
 from agent.kubelet.podresources import Holding, PodList
 from agent.settings import Settings, load
 

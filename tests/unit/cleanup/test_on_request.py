@@ -11,22 +11,21 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
-from agent.cleanup import on_request, standby
+from agent.cleanup import on_request
 from agent.cleanup import this_node as node_files
-from agent.cleanup.on_request import Requests
+from agent.cleanup.on_request import Requests, Standby
 from agent.cleanup.request import (
     LONGEST_SECONDS,
     NOTHING,
     REPORT,
     CleanupFailed,
     CleanupRefused,
-    Report,
-    Request,
-    State,
+    CleanupReport,
+    CleanupRequest,
+    CleanupState,
     asking,
     taking_back,
 )
-from agent.cleanup.standby import Standby
 from agent.cluster.api import ApiUnavailable, KubeApi
 from agent.cluster.node import Node, NodeObject
 from agent.cluster.reflector import Metadata
@@ -63,9 +62,9 @@ class OwnNode(NodeObject):
             raise ApiUnavailable("the API server did not answer")
         self.set(annotations)
 
-    def report(self) -> Report | None:
+    def report(self) -> CleanupReport | None:
         text = self.annotations.get(REPORT)
-        return msgspec.json.decode(text, type=Report) if text else None
+        return msgspec.json.decode(text, type=CleanupReport) if text else None
 
 
 class Obstacles:
@@ -90,13 +89,11 @@ def obstacles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Obstacles]:
 
     async def forget(*_: object, **__: object) -> None: ...
 
-    for where in (on_request, node_files):
-        monkeypatch.setattr(where, "refuse_holders", made.look)
+    monkeypatch.setattr(node_files, "refuse_holders", made.look)
     monkeypatch.setattr(node_files, "stop_daemons", made.stop)
     monkeypatch.setattr(node_files, "remove_files", lambda *_: True)
     monkeypatch.setattr(node_files, "forget_node", forget)
-    for where in (on_request, standby):
-        monkeypatch.setattr(where, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(on_request, "RETRY_SECONDS", 0.01)
     yield made
     assert made.next == []
 
@@ -108,7 +105,7 @@ def settings(tmp_path: Any) -> Settings:
     return load(None, {}, [f"host.run={tmp_path}/run", "modes.mps=false"])
 
 
-async def accepted(node: OwnNode, settings: Settings) -> Request:
+async def accepted(node: OwnNode, settings: Settings) -> CleanupRequest:
     with anyio.fail_after(20):
         return await Requests(settings, node, NOBODY, lambda: NOW).accepted()
 
@@ -129,8 +126,8 @@ async def serving(node: OwnNode, settings: Settings) -> AsyncIterator[None]:
         group.cancel_scope.cancel()
 
 
-def clean_report(name: str) -> Report:
-    return Report(name, State.CLEAN)
+def clean_report(name: str) -> CleanupReport:
+    return CleanupReport(name, CleanupState.CLEAN)
 
 
 # While it serves
@@ -139,7 +136,7 @@ def clean_report(name: str) -> Report:
 async def test_a_request_is_accepted(obstacles: Obstacles, settings: Settings) -> None:
     node = OwnNode()
     node.set(asking("a", NOW, 10))
-    assert await accepted(node, settings) == Request("a", NOW + timedelta(seconds=10))
+    assert await accepted(node, settings) == CleanupRequest("a", NOW + timedelta(seconds=10))
     assert node.report() is None
 
 
@@ -150,7 +147,7 @@ async def test_a_pod_in_the_way_is_answered_once_and_service_goes_on(
     obstacles.next = [CleanupRefused("team/a holds a share")]
     node.set(asking("a", NOW, 10))
     async with serving(node, settings):
-        await until(node, Report("a", State.REFUSED, "team/a holds a share"))
+        await until(node, CleanupReport("a", CleanupState.REFUSED, "1 pod holds a share"))
         node.publish()
     assert node.reflector.items.version == 4, "one answer, however often it looks"
 
@@ -161,7 +158,7 @@ async def test_a_node_that_cannot_tell_is_asked_again(obstacles: Obstacles, sett
     node.failing = 1
     node.set(asking("a", NOW, 10))
     assert (await accepted(node, settings)).id == "a"
-    assert node.report() == Report("a", State.FAILED, "who holds MPS shares is not known")
+    assert node.report() == CleanupReport("a", CleanupState.FAILED, "who holds MPS shares is not known")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +177,8 @@ async def test_what_is_over_is_put_away(old: Any, obstacles: Obstacles, settings
 
 def test_no_request_lasts_for_ever() -> None:
     """One that could be would be in force again each time that the agent is back."""
-    assert Request("a", NOW + timedelta(seconds=LONGEST_SECONDS)).seconds_left(NOW) == LONGEST_SECONDS
-    assert Request("a", NOW + timedelta(days=400)).seconds_left(NOW) == 0
+    assert CleanupRequest("a", NOW + timedelta(seconds=LONGEST_SECONDS)).seconds_left(NOW) == LONGEST_SECONDS
+    assert CleanupRequest("a", NOW + timedelta(days=400)).seconds_left(NOW) == 0
 
 
 # Out of service
@@ -189,14 +186,14 @@ def test_no_request_lasts_for_ever() -> None:
 
 async def stand(node: OwnNode, settings: Settings, seconds: float = 30.0) -> None:
     """Answer request `a` and stay out of service for it."""
-    request = Request("a", NOW + timedelta(seconds=seconds))
+    request = CleanupRequest("a", NOW + timedelta(seconds=seconds))
     node.set(asking("a", NOW, seconds))
     api: Any = KubeApi(None, None)
     nvml: Any = None
     await Standby(settings, nvml, api, node, NOBODY, lambda: NOW).until_over(request)
 
 
-async def until(node: OwnNode, report: Report) -> None:
+async def until(node: OwnNode, report: CleanupReport) -> None:
     with anyio.fail_after(20):
         while node.report() != report:
             await anyio.sleep(0.005)
@@ -208,7 +205,7 @@ async def test_a_pod_that_came_meanwhile_is_answered_and_the_agent_serves_again(
     node = OwnNode()
     obstacles.next = [CleanupRefused("team/late holds a share")]
     await stand(node, settings)
-    assert node.report() == Report("a", State.REFUSED, "team/late holds a share")
+    assert node.report() == CleanupReport("a", CleanupState.REFUSED, "1 pod holds a share")
     assert obstacles.cleaned == 0
 
 
@@ -220,7 +217,7 @@ async def test_it_tries_again_until_it_is_clean(
     obstacles.next = [kind("the kubelet does not answer")]
     async with anyio.create_task_group() as group:
         group.start_soon(stand, node, settings)
-        await until(node, Report("a", State.FAILED, "the kubelet does not answer"))
+        await until(node, CleanupReport("a", CleanupState.FAILED, "the kubelet does not answer"))
         await until(node, clean_report("a"))
         node.set(taking_back("a"))
     assert obstacles.cleaned == 1
@@ -229,13 +226,13 @@ async def test_it_tries_again_until_it_is_clean(
 async def test_what_is_called_off_while_it_fails_is_given_up(
     obstacles: Obstacles, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "RETRY_SECONDS", 60.0)
+    monkeypatch.setattr(on_request, "RETRY_SECONDS", 60.0)
     node = OwnNode()
     obstacles.next = [CleanupFailed("the kubelet does not answer")]
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:
             group.start_soon(stand, node, settings)
-            await until(node, Report("a", State.FAILED, "the kubelet does not answer"))
+            await until(node, CleanupReport("a", CleanupState.FAILED, "the kubelet does not answer"))
             node.set(taking_back("a"))
     assert obstacles.cleaned == 0
 
@@ -243,13 +240,13 @@ async def test_what_is_called_off_while_it_fails_is_given_up(
 async def test_another_agent_that_serves_is_no_reason_to_wait(
     obstacles: Obstacles, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(on_request, "LOCK_SECONDS", 0.0)
     node = OwnNode()
     async with node_files.without_agent(settings, 0.0):
         await stand(node, settings)
     found = node.report()
     assert found is not None
-    assert found.state is State.FAILED
+    assert found.state is CleanupState.FAILED
     assert "an agent still serves this node" in found.message
 
 
@@ -257,7 +254,7 @@ async def test_it_waits_for_its_deletion_when_the_hook_is_done(
     obstacles: Obstacles, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large cluster is not deleted in a moment, but nobody waits for ever."""
-    monkeypatch.setattr(standby, "DELETION_SECONDS", 0.1)
+    monkeypatch.setattr(on_request, "DELETION_SECONDS", 0.1)
     node = OwnNode()
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:

@@ -1,5 +1,6 @@
 """The command line as a whole: its page, its completion, pipes, kubectl's rules for a kubeconfig."""
 
+import argparse
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import yaml
 
 from agent.cli import completion
 from agent.cli import main as cli
+from agent.cli.arguments import duration
 from tests import commands_reference
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,6 +72,7 @@ def config(path: Path, cluster: str, *, current: bool = True) -> Path:
 PROBE = """
 import asyncio, json, os, sys
 from agent.cli import main as cli
+from agent.cli.arguments import duration
 from agent.cli.arguments import kubeconfig
 from agent.cluster import lean
 os.environ.pop("KUBERNETES_SERVICE_HOST", None)
@@ -154,3 +157,14 @@ def test_completion_knows_every_command_that_help_shows(shell: str) -> None:
     for word in ("status", "clear-health", "compat", "--watch" if shell != "fish" else "-l watch"):
         assert word in text
     assert "daemonset" not in text
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400)])
+def test_durations_as_people_write_them(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "10x", "-5m", "1:30", "ten"])
+def test_other_words_are_no_durations(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="write 90s, 10m or 2h"):
+        duration(text)

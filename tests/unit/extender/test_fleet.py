@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.extender.fleet import BoundPod, Fleet
+from agent.extender.fleet import UNKNOWN_NODE, BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import WHOLE_GPU, Chosen, PodDemand, pod_demand
 from agent.model.demand import MPS, VGPU, Container, Pod
@@ -33,7 +33,7 @@ def mps(*shares: tuple[int, int]) -> PodDemand:
 
 def fleet(inventory: NodeInventory) -> Fleet:
     made = Fleet()
-    made.set_node("n", inventory, {})
+    made.set_node(LedgerNode("n", inventory, {}))
     return made
 
 
@@ -163,7 +163,7 @@ def test_a_choice_that_the_watch_showed_stays() -> None:
 
 def test_a_node_without_inventory_is_judged_by_totals_and_says_so() -> None:
     made = Fleet()
-    made.set_node("n", None, {VGPU.core: 200, VGPU.memory: 640})
+    made.set_node(LedgerNode("n", None, {VGPU.core: 200, VGPU.memory: 640}))
     bound(made, "a", asks((90, 10)), None)
     assert made.verdict("n", asks((60, 10))) == ""
     assert made.verdict("n", asks((99, 10), (99, 10))) == (
@@ -194,22 +194,36 @@ def test_policies_differ() -> None:
 def test_nothing_is_kept_of_nodes_that_went() -> None:
     made = Fleet()
     for number in range(100):
-        made.set_node(f"n{number}", gpus(1), {})
+        made.set_node(LedgerNode(f"n{number}", gpus(1), {}))
         made.drop_node(f"n{number}")
-    assert made._nodes == {}
-    # One whose pods have not gone yet stays until they have.
-    made.set_node("n", gpus(1), {})
+        assert made.verdict(f"n{number}", asks((60, 10))) == UNKNOWN_NODE
+    assert not made.nodes
+    # Of one whose pods have not gone yet those are known until they have.
+    made.set_node(LedgerNode("n", gpus(1), {}))
     bound(made, "a", asks((60, 10)), ((0,),))
     made.drop_node("n")
-    assert list(made._nodes) == ["n"]
+    assert list(made.claims("n")) == ["a"]
     made.drop_pod("a")
-    assert made._nodes == {}
+    assert (made._nodes, made._pods, made._claims, made._free) == ({}, {}, {}, {})
 
 
 def test_a_choice_that_is_made_again_elsewhere_counts_once() -> None:
     made = Fleet()
     for name in ("a", "b"):
-        made.set_node(name, gpus(1), {})
+        made.set_node(LedgerNode(name, gpus(1), {}))
         made.assume("u", name, PodClaim(asks((60, 10)), chosen=((0,),)), 10)
     assert made.verdict("a", asks((60, 10))) == ""
     assert made.verdict("b", asks((60, 10))) != ""
+
+
+def test_time_slices_by_another_name_are_for_those_who_ask_for_it() -> None:
+    made = Fleet()
+    made.set_node(LedgerNode("n", gpus(1, Mode.PGPU, replicas=2), {"nvidia.com/gpu.shared": 2}))
+    plain = asks(gpus=1)
+    assert made.verdict("n", plain) == "its GPUs are offered as nvidia.com/gpu.shared"
+    assert made.pick("n", plain, PlacementPolicy.BINPACK) is None
+    shared = pod_demand(Pod("default", "pod", (Container("main", {"nvidia.com/gpu.shared": 1}),)))
+    assert made.verdict("n", shared) == ""
+    for uid in ("a", "b"):
+        bound(made, uid, shared, None)
+    assert made.verdict("n", shared) == "0 of 1 GPUs free"

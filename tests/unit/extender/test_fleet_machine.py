@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from agent.extender.fleet import BoundPod, Fleet
+from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import Chosen, PodDemand, pod_demand
 from agent.model.demand import CORES, VGPU, Container, Pod
@@ -38,7 +38,7 @@ class Clusters(RuleBasedStateMachine):
             GpuEntry(f"{node}-{n}", n, Mode.VGPU, 81920, trouble="x" if n in self.broken[node] else "")
             for n in range(GPUS)
         )
-        self.fleet.set_node(node, NodeInventory(gpus), {})
+        self.fleet.set_node(LedgerNode(node, NodeInventory(gpus), {}))
 
     @rule(sizes=demands, policy=st.sampled_from(PlacementPolicy), node=st.sampled_from(NODES))
     def choose(self, sizes: list[tuple[int, int]], policy: PlacementPolicy, node: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from agent.cluster.api import KubeApi
 from agent.cluster.event_recorder import EventRecorder
-from agent.extender.fleet import Fleet
+from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.gangs import LEFT_SECONDS, REFUSED_SECONDS, Gangs, Member
 from agent.extender.pending_pods import PendingPods, read_pending
@@ -32,7 +32,7 @@ class Cluster:
 
     def show(self, mode: Mode = Mode.VGPU, *, offered: bool = True, count: int = 2) -> None:
         gpus = tuple(GpuEntry(f"GPU-{n}", n, mode, 81920, offered=offered) for n in range(count))
-        self.fleet.set_node("n", NodeInventory(gpus), {})
+        self.fleet.set_node(LedgerNode("n", NodeInventory(gpus), {}))
 
     def keep(self, uid: str = "u", demand: PodDemand = HALF, gpu: int = 0) -> PodClaim:
         claim = PodClaim(demand, chosen=((gpu,),), name=f"ns/{uid}")
@@ -126,7 +126,7 @@ async def test_gpus_are_for_pods_that_the_watch_shows_with_this_demand() -> None
     pending.shows(group="another")
     assert await pending.gangs.gang("u", HALF) == "ns/another"
     pending.pods.replaced({})
-    assert not pending.gangs._shown
+    assert not pending.gangs.shown
 
 
 async def test_a_member_that_kube_scheduler_gives_up_keeps_little_for_long() -> None:
@@ -166,7 +166,6 @@ async def test_what_ends_a_member_lets_go_of_its_gpus(change: dict[str, Any], se
 async def test_a_pod_that_is_bound_keeps_its_gpus_over_the_end_of_the_other_watch() -> None:
     pending = Pending()
     pending.gangs.show("u", Member("ns/gang", HALF))
-    pending.pods._members.add("u")
     claim = pending.keep()
     assert pending.gangs.take("u", "n", HALF) is claim
     pending.fleet.assume("u", "n", claim, 30.0)  # as the binder does

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from agent.extender.free_capacity import HeldUnits
-from agent.extender.objects import demand_for, read_node, read_pod
+from agent.extender.objects import read_node, read_pod
+from agent.extender.pod_demand import pod_demand
 from agent.model.demand import VGPU, Container, Impossible, Pod
 from agent.model.modes import Mode
 from agent.model.node_inventory import INVENTORY
@@ -83,6 +84,6 @@ def test_pods_of_one_shape_share_their_demand() -> None:
     def shaped(name: str) -> Pod:
         return Pod("ns", name, (Container(name, {CORE: 30, MEMORY: 4, "example.com/x": 1}),))
 
-    assert demand_for(shaped("a")) is demand_for(shaped("b"))
+    assert pod_demand(shaped("a")) is pod_demand(shaped("b"))
     with pytest.raises(Impossible, match="container mine asks for 150"):
-        demand_for(Pod("ns", "p", (Container("mine", {CORE: 150}),)))
+        pod_demand(Pod("ns", "p", (Container("mine", {CORE: 150}),)))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.extender.fleet import BoundPod, Fleet
+from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
-from agent.extender.packing import NODE_STEPS, Work
+from agent.extender.packing import NODE_STEPS, SearchWork
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.extender.verdicts import NOT_REACHED, REQUEST_STEPS, Verdicts
 from agent.model.demand import CORES, VGPU, Container, Pod
@@ -31,7 +31,7 @@ def node(held: Sequence[Share]) -> Fleet:
     """One node `n`; of each of its GPUs so much is held."""
     fleet = Fleet()
     gpus = tuple(GpuEntry(f"GPU-{n}", n, Mode.VGPU, 81920) for n in range(len(held)))
-    fleet.set_node("n", NodeInventory(gpus), {})
+    fleet.set_node(LedgerNode("n", NodeInventory(gpus), {}))
     for number, share in enumerate(held):
         if any(share):
             claim = PodClaim(asks([share]), chosen=((number,),))
@@ -88,7 +88,7 @@ def test_filter_and_bind_agree_on_pods_of_many_containers() -> None:
 def test_a_pod_of_many_containers_takes_little_work() -> None:
     fleet = node([(0, 0)] * 8)
     for wanted in ([(60, 16)] * 9, [(40, 16)] * 17, [(60, 16)] * 6 + [(51, 16)] * 3, [(51, 16)] * 9):
-        work = Work()
+        work = SearchWork()
         assert fleet.verdict("n", asks(wanted), work) != ""
         assert work.steps <= 4, "counting shows it"
 
@@ -99,7 +99,7 @@ def test_the_work_for_one_node_is_bounded() -> None:
     for _ in range(300):
         fleet = node([(draw.randint(1, 60), draw.randint(1, 200)) for _ in range(8)])
         demand = asks([(draw.randint(5, 60), draw.randint(1, 200)) for _ in range(12)])
-        work = Work()
+        work = SearchWork()
         fleet.verdict("n", demand, work)
         most = max(most, work.steps)
     assert NODE_STEPS / 2 < most <= NODE_STEPS + 40
@@ -109,11 +109,11 @@ async def test_the_work_for_one_request_is_bounded_and_the_next_one_goes_on() ->
     draw = random.Random(5)
     hard = [(draw.randint(20, 45), draw.randint(60, 200)) for _ in range(14)]
     fleet = arrivals.fleet_of(400)
-    for number, name in enumerate(list(fleet.names)):
+    for number, name in enumerate(list(fleet.nodes)):
         for gpu in range(8):
             share = (draw.randint(1, 40), draw.randint(1, 150))
             fleet.set_pod(BoundPod(f"{number}-{gpu}", name, PodClaim(asks([share]), chosen=((gpu,),))))
-    verdicts, names, demand = Verdicts(fleet), list(fleet.names), asks(hard)
+    verdicts, names, demand = Verdicts(fleet), list(fleet.nodes), asks(hard)
     reached = []
     for _ in range(60):
         _, refused = await verdicts.judge(demand, names)

@@ -4,7 +4,7 @@ import anyio
 import anyio.lowlevel
 
 from agent.extender.eviction import victims_needed
-from agent.extender.fleet import BoundPod, Fleet
+from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.model.demand import VGPU, Container, Pod
@@ -22,7 +22,7 @@ async def test_others_run_between_nodes_with_many_victims() -> None:
     fleet, victims, small = Fleet(), dict[str, list[str]](), asks(20, 8)
     inventory = NodeInventory(tuple(GpuEntry(f"GPU-{n}", n, Mode.VGPU, 81920) for n in range(GPUS)))
     for node in map(str, range(NODES)):
-        fleet.set_node(node, inventory, {})
+        fleet.set_node(LedgerNode(node, inventory, {}))
         victims[node] = [f"{node}-{number}" for number in range(GPUS * PER_GPU)]
         for number, uid in enumerate(victims[node]):
             fleet.set_pod(BoundPod(uid, node, PodClaim(small, chosen=((number // PER_GPU,),))))

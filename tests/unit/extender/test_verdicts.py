@@ -12,7 +12,7 @@ async def test_kept_verdicts_follow_every_change() -> None:
     draw = random.Random(5)
     fleet = arrivals.fleet_of(6, 2)
     verdicts = Verdicts(fleet)
-    names = list(fleet.names)
+    names = list(fleet.nodes)
     demands = [arrivals.demand(size) for size in (5, 32, 47, 81, 100, 200)]
     for number in range(150):
         demand = draw.choice(demands)
@@ -45,4 +45,4 @@ async def test_no_more_shapes_are_kept_than_said() -> None:
     verdicts = Verdicts(arrivals.fleet_of(1))
     for size in range(1, SHAPES + 20):
         await verdicts.judge(arrivals.demand(size), ["node-00000"])
-    assert len(verdicts._verdicts) == SHAPES
+    assert len(verdicts._shapes) == SHAPES

@@ -2,25 +2,26 @@
 
 import argparse
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from agent.extender.choice import fits
+from agent.extender.choice import refusal
 from agent.extender.free_capacity import HeldUnits, PodClaim, free_capacity
-from agent.extender.packing import Work
+from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.kubectl.cluster import cluster_view
 from agent.kubectl.commands import shown
 from agent.kubectl.fit import lacks
-from agent.kubectl.kube import Kubectl, KubectlFailed, failure
+from agent.kubectl.kube import failure
 from agent.kubectl.main import plugin_main, plugin_parser
 from agent.kubectl.text import overview, top
-from agent.kubectl.view import HOLDERS, INVENTORY, STATE, Seen, asks, node_view
-from agent.model.demand import Container, Impossible, Pod, Stage
+from agent.kubectl.view import HOLDERS, INVENTORY, STATE, VisiblePods, asks, node_view
+from agent.model.demand import Container, Impossible, Pod, Stage, units
 from agent.model.modes import Mode
 from agent.model.node_inventory import decode
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
@@ -44,7 +45,7 @@ def extender_says(one: dict[str, Any], held: list[Held], mode: Mode, init: Limit
         demand = pod_demand(Pod("t", "p", tuple(containers)))
     except Impossible:
         return False
-    return fits(free_capacity(inventory, claims), demand, inventory.topology, Work(1000))
+    return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork(1000))
 
 
 @pytest.mark.parametrize(
@@ -73,18 +74,101 @@ def test_explain_answers_as_the_extender_does(
         "initContainers": [{"name": "init", "resources": {"limits": init}}],
         "containers": [{"name": "main", "resources": {"limits": main}}],
     }
-    view = node_view(one, Seen([]))
+    view = node_view(one, VisiblePods([]))
     assert view is not None
     waits = {"metadata": {"name": "p"}, "spec": json.loads(json.dumps(spec), parse_int=str)}
     assert extender_says(one, held, Mode.VGPU, init, main) is right
     assert (lacks(view, waits) == "") is right
 
 
+def share(mode: Mode) -> st.SearchStrategy[Limits]:
+    core, memory = {Mode.VGPU: (CORES, MEMORY), Mode.MPS: (MPS_CORES, MPS_MEMORY)}[mode]
+    cores = st.sampled_from([0, 1, 20, 40, 50, 60, 100, 150, 200] + [20, 30, 40] * 4)
+    return st.builds(
+        lambda a, b: {core: a, memory: b}, cores, st.sampled_from([0, 1, 4, 10, 16, 30, 70, 160])
+    )
+
+
+Requests = list[tuple[Stage, Limits]]
+_limits = st.one_of(
+    st.just({}),
+    share(Mode.VGPU),
+    share(Mode.VGPU),
+    share(Mode.VGPU),
+    share(Mode.MPS),
+    st.builds(lambda count: {"nvidia.com/gpu": count}, st.integers(0, 3)),
+    st.builds(lambda one, other: {**one, **other}, share(Mode.VGPU), share(Mode.MPS)),
+)
+_containers: st.SearchStrategy[Requests] = st.builds(
+    lambda inits, apps: [*inits, *((Stage.APP, limits) for limits in apps)],
+    st.lists(st.tuples(st.sampled_from([Stage.INIT, Stage.SIDECAR]), _limits), max_size=3),
+    st.lists(_limits, min_size=1, max_size=3),
+)
+_gpus = st.lists(
+    st.tuples(
+        st.sampled_from([Mode.VGPU, Mode.VGPU, Mode.MPS, Mode.PGPU]),
+        st.lists(st.tuples(st.sampled_from([0, 10, 50, 100]), st.sampled_from([1, 16, 200])), max_size=2),
+        st.sampled_from([0, 2, 3]),  # the ceiling of MPS clients
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def both_say(gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Requests) -> tuple[bool, str]:
+    """Whether the extender finds a place, and why the plugin finds none."""
+    made, claims, named = [], [], []
+    for index, (mode, before, ceiling) in enumerate(gpus):
+        total = {"pgpu": [1, 0, 0], "vgpu": [100, 320, 256], "mps": [100, 79, 1024]}[mode.value]
+        if mode is Mode.MPS:
+            held = [(min(cores, 50), 1) for cores, _ in before]
+        else:
+            held = [(1, 0)] * bool(before) if mode is Mode.PGPU else before
+        more = {"c": ceiling} if mode is Mode.MPS and ceiling else {}
+        one = gpu(
+            index, *((f"{index}{at}", *each) for at, each in enumerate(held)), **{"m": mode.value, **more}
+        )
+        one["held"]["t"] = total
+        made.append(one)
+        units = [HeldUnits(f"GPU-a-{index}", mode, *each) for each in held if mode is not Mode.PGPU]
+        claims += [PodClaim(PodDemand(), (each,)) for each in units]
+        claims += [PodClaim(PodDemand(gpus=1), ())] * (mode is Mode.PGPU and bool(held))
+    one = node("a", *made)
+    spec: dict[str, list[Any]] = {"initContainers": [], "containers": []}
+    for at, (stage, limits) in enumerate(containers):
+        each = {"name": f"c{at}", "resources": {"limits": {key: str(n) for key, n in limits.items()}}}
+        named.append(Container(f"c{at}", limits, stage))
+        always = {"restartPolicy": "Always"} if stage is Stage.SIDECAR else {}
+        spec["containers" if stage is Stage.APP else "initContainers"].append({**each, **always})
+    view = node_view(one, VisiblePods([]))
+    assert view is not None
+    reason = lacks(view, {"metadata": {"name": "p"}, "spec": spec})
+    inventory = decode(one["metadata"]["annotations"][INVENTORY])
+    try:
+        demand = pod_demand(Pod("t", "p", tuple(named)))
+    except Impossible:
+        return False, reason
+    return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork()), reason
+
+
+_WHOLE = {CORES: 100, MEMORY: 78}
+
+
+@settings(max_examples=500)
+@given(_gpus, _containers)
+@example([(Mode.VGPU, [], 0), (Mode.VGPU, [], 0)], [(Stage.APP, _WHOLE), (Stage.APP, _WHOLE)])
+def test_explain_answers_as_the_extender_does_for_any_pod(
+    gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Requests
+) -> None:
+    right, reason = both_say(gpus, containers)
+    assert (reason == "") is right, reason
+
+
 def test_explain_counts_clients_of_mps() -> None:
     first = gpu(0, ("f/x", 10, 1), ("f/y", 10, 1), c=2, m="mps")
     first["held"]["t"] = [100, 79, 1024]
     one = node("a", first)
-    view = node_view(one, Seen([]))
+    view = node_view(one, VisiblePods([]))
     assert view is not None
     waits = pod("t/p")
     waits["spec"]["containers"][0]["resources"]["limits"] = {MPS_CORES: "10", MPS_MEMORY: "1"}
@@ -94,7 +178,7 @@ def test_explain_counts_clients_of_mps() -> None:
 
 def test_containers_that_fit_side_by_side_in_one_way_alone() -> None:
     first, second = gpu(0, ("f/x", 50, 310)), gpu(1, ("f/y", 60, 220))
-    view = node_view(node("a", first, second), Seen([]))
+    view = node_view(node("a", first, second), VisiblePods([]))
     assert view is not None
     waits = pod("t/p", 40, 10)
     waits["spec"]["containers"].append(pod("t/q", 35, 90)["spec"]["containers"][0])
@@ -106,18 +190,22 @@ def test_containers_that_fit_side_by_side_in_one_way_alone() -> None:
 def test_a_sentence_that_was_cut_within_a_namespace() -> None:
     said = ("waiting for 9 pod(s) to end: " + ", ".join(["secret/" + "x" * 59] * 9))[:400]
     for start in range(60):
-        view = node_view(node("a", gpu(0), state={"message": ("w" * start + said)[:400]}), Seen([]))
+        view = node_view(node("a", gpu(0), state={"message": ("w" * start + said)[:400]}), VisiblePods([]))
         assert view is not None
         assert "sec" not in view["message"]
 
 
-def test_quantities_are_read_as_the_api_server_writes_them() -> None:
+@pytest.mark.parametrize(
+    ("text", "count"), [("1k", 1000), ("1e3", 1000), ("2Ki", 2048), ("1T", 10**12), ("400", 400)]
+)
+def test_quantities_are_read_as_the_api_server_writes_them(text: str, count: int) -> None:
     waits = pod("t/p")
-    waits["spec"]["containers"][0]["resources"]["limits"] = {MEMORY: "1k"}
+    waits["spec"]["containers"][0]["resources"]["limits"] = {MEMORY: text}
     assert asks(waits)
-    view = node_view(node("a", gpu(0)), Seen([]))
+    assert units(text) == count
+    view = node_view(node("a", gpu(0)), VisiblePods([]))
     assert view is not None
-    assert "1000 blocks" in lacks(view, waits)
+    assert f" {count} blocks" in lacks(view, waits)
 
 
 @pytest.mark.parametrize(
@@ -232,15 +320,6 @@ def test_names_that_are_none(fake: Path, capsys: pytest.CaptureFixture[str]) -> 
     for arguments in (["explain", "team/"], ["switch", "", "vgpu"], ["switch", "..", "vgpu"]):
         assert plugin_main(arguments) == 1
         assert "is no name" in capsys.readouterr().err
-
-
-def test_a_login_that_asks_for_something_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **_: Any) -> None:
-        raise subprocess.TimeoutExpired(command, 60, stderr=b"To sign in, open https://login.example\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(KubectlFailed, match="it said: To sign in, open https"):
-        Kubectl(program="kubectl").get("/api/v1/nodes")
 
 
 def test_kubectl_that_cannot_be_run_and_a_port_that_cannot_be_served(

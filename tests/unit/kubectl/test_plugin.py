@@ -1,5 +1,6 @@
 """`kubectl gpu`: the file, views under different rights, and what each command has kubectl do."""
 
+import ast
 import hashlib
 import io
 import json
@@ -9,6 +10,7 @@ import sys
 import tarfile
 import time
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import MissingRight, failure
 from agent.kubectl.main import plugin_main
 from agent.kubectl.text import explained_running, explained_waiting, overview, top
-from agent.kubectl.view import CORDON, Seen, node_view
+from agent.kubectl.view import CORDON, VisiblePods, node_view
 from tests import plugin_file
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 
@@ -29,6 +31,15 @@ ALLOWED = {("get", "--raw"), ("label", "node"), ("annotate", "node"), ("annotate
 def test_the_file_is_made_of_the_sources() -> None:
     assert plugin_file.FILE.read_text() == plugin_file.joined(), "make docs"
     assert os.access(plugin_file.FILE, os.X_OK)
+
+
+def test_no_two_modules_have_a_name_in_common() -> None:
+    """In one file the later would take the place of the other."""
+    tree = ast.parse(plugin_file.joined())
+    names = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    targets = [each for node in tree.body if isinstance(node, ast.Assign) for each in node.targets]
+    names += [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_the_file_needs_the_standard_library_alone() -> None:
@@ -106,7 +117,7 @@ def test_a_tenant_sees_own_names_and_the_missing_right() -> None:
 
 
 def test_names_of_others_in_sentences_of_the_agent() -> None:
-    seen = Seen([pod("team/mine")])
+    seen = VisiblePods([pod("team/mine")])
     said = (
         "waits for 2 pods: team/mine, foe/secret.x; see tencent.com/vcuda-core, /run/gpu, 8 of nvidia.com/gpu"
     )
@@ -117,6 +128,26 @@ def test_names_of_others_in_sentences_of_the_agent() -> None:
         "gpus": {"0": {"waitingFor": ["foe/x"]}},
     }
     assert "foe" not in json.dumps(node_view(node("a", gpu(0), state=state), seen))
+
+
+def test_who_a_switch_waits_for_comes_from_the_viewers_rights() -> None:
+    """The node counts them; who may read the pods sees their names."""
+    state = {"state": "switching", "message": "waiting for 2 pod(s) to end", "gpus": {"0": {"waitingFor": 2}}}
+    nodes, pods = cluster()
+    one = node("a", gpu(0, ("team/mine", 30, 16), ("foe/secret", 60, 100)), state=state)
+    for known, names, waiting in (
+        (pods, " (foe/secret, team/mine)", ["team/mine", "foe/secret"]),
+        (pods[:1], " (team/mine)", ["team/mine", "1 other"]),
+        ([], "", ["2 other"]),
+    ):
+        view = node_view(one, VisiblePods(known))
+        assert view is not None
+        assert view["message"] == f"waiting for 2 pod(s) to end{names}"
+        assert view["gpus"][0]["waitingFor"] == waiting
+    nodes[0] = one
+    assert "2 pod(s) to end (foe/secret, team/mine)" in "\n".join(
+        overview(cluster_view(viewer(nodes, pods), "x"))
+    )
 
 
 def test_why_a_pod_waits_by_annotations() -> None:
@@ -136,7 +167,7 @@ def test_why_a_pod_waits_by_annotations() -> None:
 
 def test_what_a_running_pod_has_and_who_is_beside_it() -> None:
     nodes, pods = cluster()
-    lines = explained_running(pods[0], node_view(nodes[0], Seen(pods[:1])))
+    lines = explained_running(pods[0], node_view(nodes[0], VisiblePods(pods[:1])))
     assert lines == [
         "pod team/mine is bound to node a",
         "  GPU 0 (GPU-a-0), mode vgpu: 30 % and 4 GiB",

@@ -129,13 +129,21 @@ def test_more_cores_than_the_inherited_gpus_have_are_impossible() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("4", 4), ("1k", 1000), ("2Ki", 2048), ("0", 0), ("1e3", 1000), ("2E+6", 2 * 10**6)]
+    ("text", "count"),
+    [
+        *(("4", 4), ("0", 0), ("+4", 4), ("4.0", 4), ("2000m", 2), ("1.5k", 1500), (".5k", 500)),
+        *(("1k", 1000), ("3M", 3 * 10**6), ("1T", 10**12), ("2P", 2 * 10**15), ("2E", 2 * 10**18)),
+        *(("2Ki", 2048), ("1Mi", 1 << 20), ("1Ti", 1 << 40), ("1Ei", 1 << 60)),
+        *(("1e1", 10), ("1e3", 1000), ("2E+6", 2 * 10**6), ("2000e-3", 2), ("1.5e3", 1500)),
+    ],
 )
-def test_quantities(text: str, count: int) -> None:
+def test_quantities_in_every_form(text: str, count: int) -> None:
     assert units(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "1.5", "100m", "4Xi", "1e-3", "1e", "2E", "1e999"])
+@pytest.mark.parametrize(
+    "text", ["", ".", "-4", "1.5", "100m", "4Xi", "4ki", "1e-3", "1e", "1e999", "\u0664", "4 "]
+)
 def test_bad_quantities(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         units(text)

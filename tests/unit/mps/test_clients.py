@@ -13,11 +13,11 @@ import pytest
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import Holding, PodList
 from agent.mps import clients as module
-from agent.mps.clients import ClientWatch, Overview, PodFacts
+from agent.mps.clients import ClientWatch, Overview, kept_apart
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
 from agent.mps.mps_errors import DaemonRefused
-from agent.mps.users import kept_apart
+from agent.mps.pods import PodFacts
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 SERVER = 4000
@@ -265,7 +265,7 @@ async def test_pods_of_different_users_are_told_where_one_user_is_served_at_a_ti
     """One that waits is no client yet: its user is seen in its container."""
     scene = Scene(tmp_path, ["p1", "p2", "p3"], multi_user)
     told: list[tuple[EventReason, str]] = []
-    scene.watch.report = lambda kind, _uuid, message, _pids=frozenset(): told.append((kind, message))
+    scene.watch.report = lambda kind, _uuid, message, _pids: told.append((kind, message))
     for number in (1, 2, 3):
         scene.pods.append(
             PodFacts(uid(number), "default", f"p{number}", containers={"main": f"{number:064x}"})

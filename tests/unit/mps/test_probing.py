@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.mps import probing, processes, server_users
+from agent.mps import connections, probing, processes
 from agent.mps.control_commands import Survey
 from agent.mps.daemon_logs import ServerLog
 from agent.mps.daemon_parts import DaemonParts, Options
@@ -137,7 +137,7 @@ async def test_a_daemon_that_hangs_is_ended_only_where_kernel_and_driver_see_no_
 
     monkeypatch.setattr(processes, "servers", lambda _: (server,))
     monkeypatch.setattr(processes, "end", end)
-    monkeypatch.setattr(server_users, "peers_of", peers_of)
+    monkeypatch.setattr(connections, "peers_of", peers_of)
     scene = Scene(ServerState.ACTIVE)
     scene.clients = (os.getpid(),) if word == "daemon" else ()
     if word == "driver is silent":

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from agent.holdings.owners import container_of_process, pods_of_processes
 from agent.kit import bounded
-from agent.kubelet.owners import container_of_process, pods_of_processes
 from agent.mps import processes
 from agent.mps.binary import CONTROL
 from agent.mps.processes import effective_user, outside_pods

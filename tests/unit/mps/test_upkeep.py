@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from agent.kit.cell import Cell
 from agent.mps import shared_memory, upkeep
 
 
@@ -13,7 +14,7 @@ def test_who_closes_shared_memory_again_and_again_is_logged_once_a_minute(
     monkeypatch: pytest.MonkeyPatch, logs: list[Any]
 ) -> None:
     manager: Any = SimpleNamespace()
-    kept = upkeep.Upkeep(manager, Path("/run/x"), 1 << 20, lambda _: None)
+    kept = upkeep.Upkeep(manager, Path("/run/x"), 1 << 20, Cell(None))
     folders: Any = SimpleNamespace(shm=SimpleNamespace(is_mount=lambda: True))
     now = 0.0
     monkeypatch.setattr("agent.mps.upkeep.time.monotonic", lambda: now)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import anyio
+import pytest
 
 from agent.cluster.own_node import Amounts, NodeNotWritten, OwnCondition
 from agent.kit.cell import Cell
@@ -84,14 +85,49 @@ def test_the_state_annotation_is_short_and_stable() -> None:
     assert json.loads(encode(STATE)) == {
         "state": "switching",
         "desired": "mps",
-        "message": "waiting for 1 pod(s) to end: default/train",
+        "message": "waiting for 1 pod(s) to end",
         "gpus": {
-            "0": {"active": "pgpu", "desired": "mps", "waitingFor": ["default/train"]},
+            "0": {"active": "pgpu", "desired": "mps", "waitingFor": 1},
             "1": {"active": "mps"},
         },
     }
     sixteen = replace(STATE, gpus=tuple(replace(STATE.gpus[0], index=number) for number in range(16)))
     assert len(encode(sixteen)) < 2048
+
+
+@pytest.mark.parametrize(
+    ("sentence", "shown"),
+    [
+        (
+            "waiting for 7 pod(s) to end: a/b-0, c/d.e and 5 more; 3 x held",
+            "waiting for 7 pod(s) to end; 3 x held",
+        ),
+        (
+            "whenBusy is refuse and GPUs are in use by a/b, c/d; end these pods or set whenBusy: drain",
+            "whenBusy is refuse and GPUs are in use by 2 pods; end these pods or set whenBusy: drain",
+        ),
+        (
+            "a/b holds it as 3 of nvidia.com/gpu, which is no",
+            "1 pod holds it as 3 of nvidia.com/gpu, which is no",
+        ),
+        ("label gpu-node-agent.io/mode: /run/x is no folder", None),
+    ],
+)
+def test_what_everybody_may_read_of_a_node_counts_pods_and_names_none(
+    sentence: str, shown: str | None
+) -> None:
+    first = replace(STATE.gpus[0], problem=sentence, waiting_for=("a/b", "c/d", "e/f"))
+    found = json.loads(encode(replace(STATE, message=sentence, gpus=(first,))))
+    assert found["message"] == (shown or sentence)
+    assert found["gpus"]["0"]["reason"] == (shown or sentence)[:120]
+    assert found["gpus"]["0"]["waitingFor"] == 3
+
+
+def test_a_name_is_taken_out_before_a_sentence_is_cut() -> None:
+    """The rest of a name that was cut would look like none."""
+    for start in range(60):
+        text = "w" * start + " waiting for 9 pod(s): " + ", ".join(["secret/" + "x" * 59] * 9)
+        assert "sec" not in encode(replace(STATE, message=text, gpus=(replace(STATE.gpus[0], problem=text),)))
 
 
 async def test_the_state_is_told_by_label_annotation_condition_and_event() -> None:
@@ -103,7 +139,7 @@ async def test_the_state_is_told_by_label_annotation_condition_and_event() -> No
                 await anyio.sleep(0.005)
             assert node.known == {MODE_LABEL: "switching", "cuda-major-version": "13"}
             assert node.notes[STATE_ANNOTATION] == encode(STATE)
-            assert node.conditions[0][:4] == (CONDITION, "False", "Switching", STATE.message)
+            assert node.conditions[0][:4] == (CONDITION, "False", "Switching", "waiting for 1 pod(s) to end")
             state.publish(SwitchState(Phase.APPLIED, "mps", "2 GPU(s) mps", (), "mps"))
             while len(node.conditions) < 2:
                 await anyio.sleep(0.005)

@@ -8,11 +8,12 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
+from agent.holdings.record import Record, View, join
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Refused
 from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
-from agent.kubelet.record import Record, View, join
+from agent.lists.shared_pair import SharedPair, Sharing
 from agent.model.demand import VGPU, Container, Pod, Stage
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember
@@ -24,7 +25,6 @@ from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PairRefused, PodSource, PodsUnavailable
 from agent.pairing.requester import resource_of
 from agent.pairing.resolver import RequesterResolver
-from agent.plugins.shared_pair import SharedPair, Sharing
 
 Key = tuple[str, str]
 

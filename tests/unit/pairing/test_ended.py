@@ -4,10 +4,10 @@ from pathlib import Path
 
 import anyio
 
+from agent.holdings.holdings import HoldingsWatch
+from agent.holdings.record import View
 from agent.kit.cell import Cell
-from agent.kubelet.holdings import HoldingsWatch
 from agent.kubelet.podresources import PodList, PodResources
-from agent.kubelet.record import View
 from agent.model.demand import VGPU, Container
 from tests.component.kubelet_room.parts import eventually
 from tests.unit.pairing.kubelet_model import KubeletModel, pod

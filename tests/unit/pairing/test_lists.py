@@ -5,13 +5,13 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from agent._proto import v1beta1
+from agent.injection.inject import Injector
 from agent.kubelet.plugin_types import Refused
+from agent.lists.shared_pair import SharedPairPlugin, Sharing
 from agent.model.demand import Stage
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.pairing.pod_access import PairRefused
-from agent.plugins.inject import Injector
-from agent.plugins.shared_pair import SharedPairPlugin, Sharing
 from agent.settings import load
 from tests.unit.pairing.asking import InOrder
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
@@ -29,7 +29,7 @@ class Kubelet(KubeletModel):
 
     def start_agent(self) -> None:
         super().start_agent()
-        self.shares.sharing = Sharing(self.pair, self.mode, self.trim)
+        self.shares.sharing = Sharing(self.pair, self.mode, trim=self.trim)
         injector = Injector(load(None, {}, []))
         self.plugins = {member: SharedPairPlugin(self.shares, member, injector) for member in PairMember}
         self.read()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agent.status.table import duration, parse_duration, render
+from agent.status.table import duration, render
 
 
 def gpu(index: int, **health: Any) -> dict[str, Any]:
@@ -153,14 +153,3 @@ def test_a_switch_shows_from_and_to_and_whom_it_waits_for() -> None:
 )
 def test_durations_as_people_say_them(seconds: float, words: str) -> None:
     assert duration(seconds) == words
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400)])
-def test_durations_as_people_write_them(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "m", "10x", "-5m", "1:30", "ten"])
-def test_other_words_are_no_durations(text: str) -> None:
-    with pytest.raises(ValueError, match="write 90s, 10m or 2h"):
-        parse_duration(text)

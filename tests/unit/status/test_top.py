@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from agent.simulator.state import ProcessKind
 from agent.status import top, top_table
 from tests.unit.telemetry.test_containers import Node, in_pod
 
 
-async def shown(node: Node) -> top.Document:
+async def shown(node: Node) -> dict[str, Any]:
     await node.look()
     return top.document(node.parts.sources.read(), {node.uuids[0]: "mps"})
 
@@ -29,6 +30,8 @@ async def test_what_a_container_may_use_now_stands_beside_what_it_asked_for(tmp_
 
 async def test_gpus_and_containers_in_one_view(tmp_path: Path) -> None:
     node = Node(tmp_path)
+    # A sampler's first round looks back by its interval alone, 0.1 s; later ones to the round before.
+    await node.look()
     in_pod(tmp_path, 11)
     machine = node.parts.machine
     machine.load(0, utilization=80, power_w=400, temperature_c=70)

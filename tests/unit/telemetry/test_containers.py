@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
+from agent.holdings.owners import Owners, ProcessUnreadable, container_of_process
 from agent.kit.cell import Cell
-from agent.kubelet.owners import Owners, ProcessUnreadable, container_of_process
 from agent.kubelet.podresources import Holding, PodList
 from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind

@@ -16,10 +16,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from agent import __version__
 from agent.inventory.reducer import Unavailable, reduce
 from agent.kit.supervise import TaskState
+from agent.lists.pairs import pairs_collector
 from agent.nvml.port import Sample
 from agent.pairing.pairing import PairingStats
 from agent.telemetry import definitions as d
-from agent.telemetry.pairs import pairs_collector
 from agent.telemetry.process import read_process_use
 from agent.telemetry.reading import Series
 from agent.telemetry.rendering import render

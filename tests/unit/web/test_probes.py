@@ -6,7 +6,8 @@ import anyio
 import pytest
 
 from agent.kit.supervise import Supervisor, TaskState
-from agent.web.probes import Probes, without_pods
+from agent.model.pod_names import without_pods
+from agent.web.probes import Probes
 from agent.web.server import HttpRequest, HttpServer
 
 REQUEST = HttpRequest("/")

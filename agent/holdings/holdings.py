@@ -1,0 +1,296 @@
+"""Keeps the record of who holds what at hand for reports on pods; decisions read it again."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.holdings.checkpoint import Checkpoint, CheckpointUnreadable, Entries
+from agent.holdings.record import OURS, PodRecord, Record, View, join
+from agent.kit.backoff import Backoff
+from agent.kit.cell import Cell
+from agent.kubelet.kubelet_socket import Identity, KubeletSocket
+from agent.kubelet.podresources import (
+    LIST_SECONDS,
+    Holding,
+    PodList,
+    PodResources,
+    PodResourcesUnavailable,
+)
+from agent.model.demand import Pod
+from agent.model.ids import SEPARATOR, BadDeviceId, parse
+from agent.model.modes import MODE_OF_UNIT, Mode
+from agent.model.units import REPLICA
+
+log = structlog.get_logger()
+
+REFRESH_SECONDS = 5.0
+# While it cannot be read the agent is not ready, and a kubelet that restarts is back within a second or two.
+RETRY_SECONDS = 0.5
+# After an Allocate: the kubelet records it some milliseconds later, and pods seldom come alone. It is also
+# the shortest time between two reads, for the socket's rate limit is everybody's on the node.
+SOON_SECONDS = 0.5
+BURST_SECONDS = 3.0
+# A reading in whose middle the kubelet restarts is made again: of whom an answer is would not be known.
+READINGS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHolder:
+    """A container that holds units of a GPU, and in which mode it got them."""
+
+    mode: Mode
+    replica: bool  # of a time-sliced GPU
+    holding: Holding
+
+    @property
+    def pod(self) -> str:
+        """namespace/name of the pod."""
+        return f"{self.holding.namespace}/{self.holding.pod}".removeprefix("/")
+
+
+def holders_by_gpu(pods: PodList) -> dict[str, list[GpuHolder]]:
+    """Who holds what of each GPU, by UUID. Resources of other plugins are passed over."""
+    found: dict[str, dict[GpuHolder, None]] = {}
+    for holding in pods.holdings:
+        # A container may hold hundreds of units: one of each kind and GPU is taken apart.
+        kinds = {text.rstrip("0123456789") if SEPARATOR in text else text: text for text in holding.ids}
+        for text in kinds.values():
+            with suppress(BadDeviceId):
+                device = parse(text)
+                holder = GpuHolder(MODE_OF_UNIT[device.unit], device.unit is REPLICA, holding)
+                found.setdefault(device.gpu, {})[holder] = None
+    return {gpu: list(holders) for gpu, holders in found.items()}
+
+
+def strangers_by_gpu(pods: PodList, gpus: Mapping[int, str]) -> dict[str, tuple[Holding, str]]:
+    """A holding, and the device ID in it that no resource of this agent uses, of each GPU that has one.
+
+    Such are the replicas of NVIDIA's plugin (`GPU-...::3`), which this agent did not hand out. `gpus`: the
+    UUIDs of the node's GPUs by index, by which that plugin may call whole ones.
+    """
+    found: dict[str, tuple[Holding, str]] = {}
+    for holding in pods.holdings:
+        ours = holding.resource.startswith("nvidia.com/gpu")
+        for text in holding.ids:
+            gpu = _gpu_of_stranger(text, gpus) if text.startswith(OURS) or ours else None
+            if gpu and gpu not in found:
+                found[gpu] = (holding, text)
+    return found
+
+
+def _gpu_of_stranger(text: str, gpus: Mapping[int, str]) -> str | None:
+    """The GPU of a device ID that cannot be read; None: it can be, or is of none of these."""
+    if text.isascii() and text.isdecimal() and len(text) < 4:
+        return gpus.get(int(text))
+    named = [uuid for uuid in gpus.values() if text.startswith(uuid) and not text[len(uuid) :][:1].isalnum()]
+    try:
+        known = parse(text).gpu in gpus.values()
+    except BadDeviceId:
+        known = False
+    return None if known or not named else max(named, key=len)
+
+
+class HoldingsWatch:
+    """The record, read again for decisions, soon after each Allocate, at a pod's end, and on a timer."""
+
+    def __init__(self, client: PodResources, checkpoints: Path | None = None) -> None:
+        """`checkpoints`: the folder of the kubelet's checkpoint; None: PodResources count alone."""
+        self.client = client
+        self._checkpoint = Checkpoint(checkpoints) if checkpoints else None
+        self._socket: Identity | None = None  # of the kubelet, as seen last
+        self._answered_by: Identity | None = None  # whose answer the record is
+        self._record = Record()
+        # Pods whose objects are gone, until the kubelet says whether their containers are, too.
+        self._doubted: Mapping[str, PodRecord] = {}
+        self._differs = False  # whether a call has read something else than what was published last
+        # The pods of this node by the API server, and the cell that is published when they change.
+        self.view: Callable[[], View] = View
+        self.pod_changes: Cell[Any] = Cell(None)
+        self._checkpoint_known = False  # whether this process has read it at least once
+        self._unreadable: str | None = None  # the checkpoint, and why
+        self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
+        self.problem: str | None = "PodResources has not been read yet"
+        self._allocations: Cell[int] = Cell(0)
+
+    @property
+    def began(self) -> float:
+        """When the newest reading began, by the monotonic clock in seconds."""
+        return self._record.listed.began
+
+    def gpus_by_pod(self) -> dict[str, frozenset[str]]:
+        """The GPUs that each pod holds something of, by the pod's UID, or held until its object went."""
+        return {
+            uid: frozenset[str]().union(*(each.gpus for each in pod.holdings.values()))
+            for uid, pod in {**self._doubted, **self._record.pods}.items()
+        }
+
+    def nameless_gpus(self) -> frozenset[str]:
+        """GPUs of which something is held by a pod whose UID is not known."""
+        named = {id(each) for pod in self._record.pods.values() for each in pod.holdings.values()}
+        nameless = (each.gpus for each in self._record.joined.holdings if id(each) not in named)
+        return frozenset[str]().union(*nameless)
+
+    def allocated(self) -> None:
+        """The kubelet was handed devices: read soon who has got them."""
+        self._allocations.publish(self._allocations.value + 1)
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._follow_pods)
+            with self.client.keeping_connection():
+                seen = self._allocations.version
+                # Of a pod that the kubelet goes on listing. Not more often: a List during an Allocate has the
+                # kubelet forget what is in flight (kubernetes PR 137534).
+                ends = Backoff(RETRY_SECONDS, REFRESH_SECONDS)
+                while True:
+                    await self.refresh()
+                    if self.problem:
+                        pause = RETRY_SECONDS
+                    elif self._record.outlived:
+                        pause = ends.next()
+                    else:
+                        ends.reset()
+                        pause = REFRESH_SECONDS
+                    with anyio.move_on_after(pause) as waited:
+                        seen = await self._allocations.wait_change(seen)
+                    # Pods come in bursts, and a read in the middle holds theirs up: wait for the end.
+                    with anyio.move_on_after(BURST_SECONDS):
+                        while not waited.cancelled_caught:
+                            with anyio.move_on_after(SOON_SECONDS) as waited:
+                                seen = await self._allocations.wait_change(seen)
+
+    async def _follow_pods(self) -> None:
+        """A pod that has ended by the API server holds nothing from that moment on.
+
+        The next one is bound by the same event, and may be here before the next reading. Whether containers
+        of an object that is gone have ended, too, the kubelet says in that reading.
+        """
+        seen: Mapping[str, Pod] = {}
+        async for _ in self.pod_changes.values():
+            record, view = self._record, self.view()
+            pods = {**seen, **view.pods}
+            ended = frozenset(
+                uid
+                for uid, pod in pods.items()
+                if pod.finished or uid not in view.pods.keys() | view.contested
+            )
+            asked = {uid for uid, pod in seen.items() if pod.devices and not pod.finished}
+            seen = view.pods
+            gone = any(pod.watched and (uid in ended or uid not in pods) for uid, pod in record.pods.items())
+            if not gone and ended <= record.joined.ended:
+                continue
+            over = {pods[uid].key for uid in ended if view.ended(uid)}
+            doubted = (record.joined.unfinished | asked) - view.pods.keys()
+            before = {**self._doubted, **record.pods}
+            record = join(
+                record, record.listed, record.entries, view, same_kubelet=True, fresh=False, over=over
+            )
+            self._doubted = {uid: before[uid] for uid in doubted & before.keys() - record.pods.keys()}
+            # Units that were granted a moment ago are in no record yet: pairing drops them by the UID.
+            unfinished = record.joined.unfinished | doubted
+            self._record = replace(record, joined=replace(record.joined, ended=ended, unfinished=unfinished))
+            if doubted:
+                self.allocated()  # as after an Allocate: the kubelet's word comes next
+            if self.problem is None:
+                self._publish()
+
+    async def refresh(self) -> PodList | None:
+        """Read again now; None: it is not known who holds what, `problem` says why."""
+        try:
+            await self.look()
+            problem = self._blind()
+        except PodResourcesUnavailable as error:
+            problem = str(error)
+            if self.cell.value is not None:
+                self.cell.publish(None)
+        if problem != self.problem:
+            if problem:
+                log.warning("pod_resources_unavailable", problem=problem)
+            else:
+                log.info("pod_resources_readable")
+            self.problem = problem
+        if problem:
+            return None
+        self._publish()
+        return self._record.joined
+
+    async def look(self, deadline: float = LIST_SECONDS) -> PodList:
+        """Who holds what, by a reading of this moment. Raises PodResourcesUnavailable.
+
+        The checkpoint is read first: a pod that it names and the kubelet does not list afterwards has ended.
+        """
+        give_up = anyio.current_time() + deadline
+        if self._socket is None:
+            self._socket = await self._kubelet()
+        for _ in range(READINGS):
+            # That of the end of the reading before: one look says that nothing has changed since then.
+            before, began = self._socket, monotonic()
+            entries = await self._entries()
+            # Without a file nothing is known of what this kubelet found.
+            read = self._unreadable is None and bool(entries)
+            listed = await self.client.list(give_up - anyio.current_time())
+            self._socket = after = await self._kubelet()
+            if before == after:
+                return self._joined(replace(listed, began=began), entries, after, read=read)
+        raise PodResourcesUnavailable(f"the kubelet restarted while it was asked by {self.client.path}")
+
+    def _joined(self, listed: PodList, entries: Entries, kubelet: Identity | None, *, read: bool) -> PodList:
+        """The record by this reading; it is kept unless one that began later was answered before."""
+        same = kubelet == self._answered_by
+        record = join(self._record, listed, entries, self.view(), same_kubelet=same, fresh=True, read=read)
+        if listed.began >= self._record.listed.began:
+            if not record.outlived <= self._record.outlived:
+                self.allocated()  # as after an Allocate: nothing else says when these pods have ended
+            self._record, self._answered_by, self._doubted = record, kubelet, {}
+        self._differs = self._differs or record.joined != self.cell.value
+        return record.joined
+
+    async def _entries(self) -> Entries:
+        """The checkpoint's entries, as they were when it could be read last."""
+        if self._checkpoint is None:
+            return {}
+        try:
+            entries = await anyio.to_thread.run_sync(self._checkpoint.read)
+        except CheckpointUnreadable as error:
+            if self._unreadable is None:
+                log.warning("checkpoint_unreadable", problem=str(error))
+            self._unreadable = str(error)
+            return self._record.entries
+        self._unreadable, self._checkpoint_known = None, True
+        return entries
+
+    async def _kubelet(self) -> Identity | None:
+        """Which kubelet it was that answered: each makes its own socket; None: that does not matter."""
+        return await KubeletSocket(self.client.path).identity() if self._checkpoint else None
+
+    def _blind(self) -> str | None:
+        """Why it is not known who holds what, though the kubelet answers."""
+        if self._unreadable is None:
+            return None
+        view, listed = self.view(), {names[:2] for names in self._record.listed.containers}
+        if not (self._checkpoint_known or view.complete):
+            return f"which pods the kubelet has not heard of yet is not known: {self._unreadable}"
+        # A kubelet that has just started lists nothing of a pod of which it has not heard yet.
+        unheard = [pod for pod in view.pods.values() if not self._checkpoint_known and pod.key not in listed]
+        shown = [view.pods[uid] for uid in self._record.pods if uid in view.pods]
+        hiding = {
+            "/".join(pod.key)
+            for pod in view.pods.values()  # some have two UIDs
+            if (pod.init_devices or (pod in unheard and pod.devices))
+            and not pod.finished
+            and not any(pod is each for each in shown)
+        }
+        names = ", ".join(sorted(hiding))
+        return f"what containers of {names} hold is not known: {self._unreadable}" if hiding else None
+
+    def _publish(self) -> None:
+        if self._differs or self._record.joined != self.cell.value:
+            self._differs = False
+            self.cell.publish(self._record.joined)

@@ -1,0 +1,255 @@
+"""The one record of who holds what: PodResources, joined with the kubelet's checkpoint. Pure.
+
+PodResources never shows what plain init containers hold, and a kubelet that has just started lists no pod
+before it has heard of it, one after the other. The checkpoint shows both, but not whose its entries are, and
+it keeps those of pods that have ended. Whether a pod has ended is judged here, and nowhere else: by what the
+API server says of it, and by a kubelet that has listed it and does so no more. Time ends nothing.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from agent.holdings.checkpoint import Entries
+from agent.kubelet.podresources import Holding, PodList
+from agent.model.demand import Pod
+
+PodKey = tuple[str, str]  # namespace, name
+Place = tuple[str, str]  # container, resource
+NOTHING = PodList((), ())
+OURS = "GPU-"  # begins every device ID of this agent
+# A watch that speaks so long after a reading has shown all pods of which that reading can know.
+LAG_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class View:
+    """The pods of the node by the API server, under the UIDs that the kubelet has for them."""
+
+    pods: Mapping[str, Pod] = field(default_factory=dict)
+    complete: bool = False  # the watch is up: a pod that is not among them is gone, or very new
+    contested: frozenset[str] = frozenset()  # UIDs that several pods claim: nobody knows whose they are
+    heard: float = -math.inf  # when the watch last spoke, by the monotonic clock in seconds
+
+    def ended(self, uid: str) -> bool:
+        """Whether a pod that was seen before is gone or has finished, as far as is known."""
+        if known := self.pods.get(uid):
+            return known.finished
+        # One that is not there may have come while the watch was interrupted.
+        return self.complete and uid not in self.contested
+
+
+@dataclass(frozen=True, slots=True)
+class PodRecord:
+    """All that is remembered of one pod that holds devices; it is dropped as a whole."""
+
+    key: PodKey | None = None  # None: its names are not known yet
+    watched: bool = False  # the watch has shown it
+    holdings: Mapping[Place, Holding] = field(default_factory=dict)
+
+
+UNKNOWN = PodRecord()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Who holds what, and what has to be remembered for the next reading."""
+
+    pods: Mapping[str, PodRecord] = field(default_factory=dict)  # by UID
+    # UIDs that the kubelet listed after the API server had called them ended.
+    outlived: frozenset[str] = frozenset()
+    # UIDs in the checkpoint that the kubelet of now has listed or written down itself: one that it lists no
+    # more has ended.
+    heard_of: frozenset[str] = frozenset()
+    # UIDs in the checkpoint of which nobody knows the names, and when the first reading with them began.
+    nameless: Mapping[str, float] = field(default_factory=dict)
+    # UIDs that may have been in the checkpoint before the kubelet of now wrote it; None: not known.
+    inherited: frozenset[str] | None = None
+    listed: PodList = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
+    joined: PodList = NOTHING
+
+    @property
+    def entries(self) -> Entries:
+        """The checkpoint's entries as last read, of pods that have not ended since."""
+        return {
+            (uid, *place): holding.id_set
+            for uid, pod in self.pods.items()
+            for place, holding in pod.holdings.items()
+        }
+
+
+def join(
+    before: Record,
+    listed: PodList,
+    entries: Entries,
+    view: View,
+    *,
+    same_kubelet: bool,
+    fresh: bool,
+    read: bool = False,
+    over: Collection[PodKey] = (),
+) -> Record:
+    """The record as of now.
+
+    `same_kubelet`: the one that listed is the one of the record before. `fresh`: it has just answered; if
+    not, what it listed before the API server called a pod ended counts no more. A pod that it listed
+    afterwards, as after a deletion by force, holds its devices until it is listed no more. `read`: the
+    entries are the checkpoint's as it is now. `over`: names of pods that have just ended. What the kubelet
+    listed of them and had not written down yet goes by these, as nothing else says whose it was.
+    """
+    keys = _keys(listed)
+    before_heard = before.heard_of if same_kubelet else frozenset()
+    by_pod = _by_pod(before, entries, view, keys, before_heard)
+    inherited = _inherited(before.inherited if same_kubelet else None, by_pod, read=read)
+    matches = _matches(before, listed, by_pod, view)
+    named = {uid: _key(match) for uid, found in matches.items() for match in found.values()}
+    alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
+    # Listed pods that may be any of those that are known by their UIDs alone.
+    unnamed = keys - alive - set(named.values())
+    unseen = unnamed - {pod.key for pod in view.pods.values()}
+
+    def handed_on(pod: PodRecord) -> bool:
+        """Whether the kubelet lists any of its units for another one."""
+        held = frozenset[str]().union(*(each.id_set for each in pod.holdings.values()))
+        return any(not held.isdisjoint(each.ids) for each in listed.holdings)
+
+    def lives(uid: str, pod: PodRecord) -> bool:
+        if uid in named and (fresh or uid in before.outlived):
+            return True
+        if pod.watched and view.ended(uid):
+            return False
+        if pod.key in keys or uid in view.contested:
+            return True  # a pod's devices are not given away because somebody contests its UID
+        if handed_on(pod):
+            return False
+        if pod.key is None:
+            # The next of a pod's name, which only its predecessor's object has yet, the watch shows soon.
+            shown = view.heard > before.nameless.get(uid, math.inf) + LAG_SECONDS
+            return bool(unseen) or not view.complete or (bool(unnamed) and not shown)
+        return uid not in before_heard
+
+    pods: dict[str, PodRecord] = {}
+    heard_of: set[str] = set()
+    outlived: set[str] = set()
+    ended: set[int] = set()  # listed holdings of pods that are over
+    hidden: list[Holding] = []
+    for uid, held in by_pod.items():
+        earlier, known = before.pods.get(uid, UNKNOWN), view.pods.get(uid)
+        key = known.key if known else named.get(uid, earlier.key)
+        found = matches.get(uid, {})
+        holdings = {
+            place: found.get(place) or _unlisted(earlier.holdings.get(place), key, uid, place, ids)
+            for place, ids in held.items()
+        }
+        pod = PodRecord(key, known is not None or earlier.watched, holdings)
+        if key in keys or uid in before_heard or (inherited is not None and uid not in inherited):
+            heard_of.add(uid)
+        if lives(uid, pod):
+            pods[uid] = pod
+            if uid in named and pod.watched and view.ended(uid):
+                outlived.add(uid)
+            hidden += (each for place, each in holdings.items() if place not in found)
+        else:
+            ended.update(id(match) for match in found.values())
+    lasting = {pod.key for pod in pods.values()} | {pod.key for pod in view.pods.values() if not pod.finished}
+    ended.update(id(each) for each in listed.holdings if _key(each) in over and _key(each) not in lasting)
+    # Their entries are left out, too: nothing would say later whose these are.
+    listed = replace(listed, holdings=tuple(each for each in listed.holdings if id(each) not in ended))
+    order = sorted(
+        [*listed.holdings, *hidden],
+        key=lambda each: (each.namespace, each.pod, each.container, each.resource),
+    )
+    finished = frozenset(uid for uid, each in view.pods.items() if each.finished)
+    joined = PodList(
+        tuple(order),
+        tuple(sorted(listed.containers)),
+        finished,
+        frozenset(uid for uid, each in view.pods.items() if each.devices and not each.finished)
+        | (pods.keys() & named.keys()) - finished,
+        began=listed.began,
+    )
+    unknown = by_pod.keys() - view.pods.keys() - named.keys()
+    nameless = _nameless(before, unknown, listed.began, fresh=fresh)
+    return Record(pods, frozenset(outlived), frozenset(heard_of), nameless, inherited, listed, joined)
+
+
+def _nameless(before: Record, uids: Collection[str], began: float, *, fresh: bool) -> Mapping[str, float]:
+    """Of `uids`, which the API server does not show, those whose names nobody knows. `began`: the reading.
+
+    One whose entries are read once more after its end stays ended.
+    """
+    found = {uid for uid in uids if before.pods.get(uid, UNKNOWN).key is None}
+    since = {uid: before.nameless.get(uid, began) for uid in found}
+    return since if fresh else {**before.nameless, **since}
+
+
+def _inherited(
+    before: frozenset[str] | None, by_pod: Collection[str], *, read: bool
+) -> frozenset[str] | None:
+    """UIDs that this kubelet may have found in its checkpoint: those of the first reading of it.
+
+    All others it has written itself, admitting them: one that ended at once may be in no list, nor the API
+    server be there to say so.
+    """
+    return frozenset(by_pod) if before is None and read else before
+
+
+def _by_pod(
+    before: Record, entries: Entries, view: View, keys: Collection[PodKey], heard_of: Collection[str]
+) -> dict[str, dict[Place, frozenset[str]]]:
+    """Our devices by UID, as the checkpoint has them.
+
+    A kubelet that has just started may forget, and no longer write down, a pod of which it has not heard
+    yet: one that lives by the API server's word goes on as it was until this kubelet has listed it.
+    """
+    found: dict[str, dict[Place, frozenset[str]]] = {}
+    for (uid, container, resource), ids in entries.items():
+        if any(text.startswith(OURS) for text in ids):
+            found.setdefault(uid, {})[container, resource] = ids
+    for uid, pod in before.pods.items():
+        known = view.pods.get(uid)
+        unheard = known and not known.finished and known.key not in keys
+        if uid not in found and unheard and uid not in heard_of:
+            found[uid] = {place: each.id_set for place, each in pod.holdings.items()}
+    return found
+
+
+def _matches(
+    before: Record, listed: PodList, by_pod: Mapping[str, Mapping[Place, frozenset[str]]], view: View
+) -> dict[str, dict[Place, Holding]]:
+    """The listed holdings that are those of a UID.
+
+    The checkpoint may be older than the list, in which another pod has the same units by now.
+    """
+    shown = {(each.container, each.resource, each.id_set): each for each in listed.holdings}
+    # Nor are the units of a pod that is listed by its own name those of a UID that nobody knows any more.
+    owners = {pod.key: uid for uid, pod in view.pods.items() if not pod.finished}
+    found: dict[str, dict[Place, Holding]] = {}
+    for uid, held in by_pod.items():
+        called = view.pods[uid].key if uid in view.pods else before.pods.get(uid, UNKNOWN).key
+        for place, ids in held.items():
+            if (match := shown.get((*place, ids))) is None:
+                continue
+            key = _key(match)
+            if called == key or (called is None and owners.get(key, uid) == uid):
+                found.setdefault(uid, {})[place] = match
+    return found
+
+
+def _unlisted(
+    earlier: Holding | None, key: PodKey | None, uid: str, place: Place, ids: frozenset[str]
+) -> Holding:
+    """A holding that the kubelet does not list; the same object as before where nothing changed."""
+    names = key or ("", f"pod with UID {uid}")
+    # One that the kubelet listed before goes on as it was: it will list it again.
+    if earlier and (earlier.namespace, earlier.pod) == names and earlier.id_set == ids:
+        return earlier
+    return Holding(*names, *place, tuple(sorted(ids)), listed=False)
+
+
+def _keys(listed: PodList) -> frozenset[PodKey]:
+    return frozenset(names[:2] for names in listed.containers) | {_key(each) for each in listed.holdings}
+
+
+def _key(holding: Holding) -> PodKey:
+    return holding.namespace, holding.pod

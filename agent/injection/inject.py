@@ -1,0 +1,197 @@
+"""How a container gets its GPUs: CDI devices, of our own specification or of the toolkit's, or a variable.
+
+What works on which cluster, and what is refused where: docs/injection.md.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import yaml
+
+from agent.injection.specification import KIND, Devices
+from agent.kit.cell import Cell
+from agent.kit.supervise import describe
+from agent.kubelet.plugin_types import Allocation, DeviceNode
+from agent.model.gpu import Gpu
+from agent.model.mount import Mount
+from agent.settings import Settings
+
+log = structlog.get_logger()
+
+TOOLKIT_KIND = "nvidia.com/gpu"  # the CDI kind of NVIDIA's container toolkit
+VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+# Where NVIDIA's runtime looks for names of devices, if configured so; where Google's nodes have the driver.
+DEVICE_MOUNTS = "/var/run/nvidia-container-devices"
+DRIVER_MOUNT = "/usr/local/nvidia"
+# Nodes that every CUDA program opens, and those that exist only on some nodes.
+COMMON_NODES = ("nvidiactl", "nvidia-uvm")
+OPTIONAL_NODES = ("nvidia-uvm-tools", "nvidia-modeset")
+# Versions from which CDI devices named by a plugin reach the container: kubelet 1.29 (KEP-4009, on by
+# default from beta), containerd 2.0 (1.7 needs a switch), CRI-O 1.23.
+KUBELET_WITH_CDI = (1, 29)
+RUNTIMES_WITH_CDI = {"containerd": (2, 0), "cri-o": (1, 23)}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSoftware:
+    """Versions as the Node object shows them (`status.nodeInfo`)."""
+
+    kubelet: str  # "v1.36.3"
+    runtime: str  # "containerd://2.4.2"
+
+
+@dataclass(frozen=True, slots=True)
+class InjectionChoice:
+    cdi: bool
+    reason: str
+
+
+def choose(
+    settings: Settings,
+    software: NodeSoftware | None,
+    toolkit_devices: frozenset[str],
+    own: Devices = Devices(),  # noqa: B008  frozen
+) -> InjectionChoice:
+    """The way that configuration and node allow; `auto` takes CDI only where all sides do it."""
+    strategy = settings.injection.strategy
+    if settings.simulator.profile:
+        # Whatever specifications lie about: no runtime can give a container a GPU that is not there.
+        return InjectionChoice(False, "the GPUs are simulated")
+    if strategy != "auto":
+        return InjectionChoice(strategy == "cdi", f"injection.strategy is {strategy}")
+    if not own.names:
+        if not toolkit_devices:
+            why = f"; our own is not there: {own.problem}" if own.problem else ""
+            return InjectionChoice(False, f"no CDI specification of kind {TOOLKIT_KIND} was found{why}")
+        if not any(name.startswith("GPU-") for name in toolkit_devices):
+            # Older toolkits name by index unless configured otherwise, and an index is no name for life.
+            remedy = "generate it with nvidia-ctk cdi generate --device-name-strategy=uuid"
+            why = f"the CDI specification of kind {TOOLKIT_KIND} names no GPU by its UUID; {remedy}"
+            return InjectionChoice(False, why)
+    if problem := cdi_problem(software):
+        return InjectionChoice(False, problem)
+    whose = f"our own specification of kind {KIND}" if own.names else "the toolkit's specification"
+    return InjectionChoice(True, f"kubelet, container runtime and {whose} support CDI")
+
+
+def cdi_problem(software: NodeSoftware | None) -> str | None:
+    """Why CDI devices that a plugin names would not reach a container; None: they do."""
+    if software is None:
+        return "the versions of kubelet and container runtime are not known"
+    if _version(software.kubelet) < KUBELET_WITH_CDI:
+        return f"kubelet {software.kubelet} ignores CDI devices"
+    name, _, version = software.runtime.partition("://")
+    if _version(version) < RUNTIMES_WITH_CDI.get(name, (999, 0)):
+        return f"{software.runtime} is not known to inject CDI devices"
+    return None
+
+
+def toolkit_devices(folders: Sequence[Path]) -> frozenset[str]:
+    """Names of the toolkit's CDI devices in all specification folders. Blocks; bad files are skipped."""
+    found: set[str] = set()
+    for folder in folders:
+        try:
+            files = sorted(folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            log.warning("cdi_folder_unreadable", folder=str(folder), problem=error.strerror)
+            continue
+        for file in files:
+            # Opening a pipe would wait for its writer.
+            if file.suffix in (".json", ".yaml", ".yml") and file.is_file():
+                found |= _devices_of(file)
+    return frozenset(found)
+
+
+def _devices_of(file: Path) -> set[str]:
+    try:
+        with file.open(encoding="utf-8") as text:
+            spec = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  both are safe loaders
+        if spec["kind"] != TOOLKIT_KIND:
+            return set()
+        names = [device["name"] for device in spec["devices"]]
+        # Whatever else it is may be a nest of aliases, which would take for ever to write out.
+        return {str(name) for name in names if isinstance(name, str | int)}
+    # ValueError: bytes that are no text, and dates that are none; RecursionError: nested beyond reason.
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
+        problem = " ".join(describe(error).split())[:200]
+        log.warning("cdi_specification_unreadable", file=str(file), problem=problem)
+        return set()
+
+
+def _version(text: str) -> tuple[int, int]:
+    found = re.match(r"v?([0-9]{1,4})\.([0-9]{1,4})(?![0-9])", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+class Injector:
+    """Builds what a container needs to see a set of whole GPUs."""
+
+    def __init__(self, settings: Settings, own: Cell[Devices] | None = None) -> None:
+        """`own`: the devices of our own specification, kept by `agent.injection`."""
+        self._settings = settings
+        self._own: Cell[Devices] = own or Cell(Devices())
+        self.software: NodeSoftware | None = None
+        # Published by the caller of `look`, on the loop.
+        self.looked: Cell[NodeSoftware | None] = Cell(None)
+        self.choice = choose(settings, None, frozenset())
+
+    def look(self, software: NodeSoftware | None) -> None:
+        """Find out which way the node supports. Blocks on files: call it from a thread."""
+        self.software = software
+        folders = (Path(self._settings.host.cdi), Path("/etc/cdi"))
+        choice = choose(self._settings, software, toolkit_devices(folders), self._own.value)
+        if choice != self.choice:
+            log.info("injection_chosen", cdi=choice.cdi, reason=choice.reason)
+        self.choice = choice
+
+    @property
+    def own_cdi(self) -> bool:
+        """Whether devices of the agent's own specification reach containers, however GPUs are injected."""
+        auto = self._settings.injection.strategy == "auto"
+        return self.choice.cdi or (auto and cdi_problem(self.software) is None)
+
+    def limits_memory(self, uuid: str) -> bool:
+        """Whether containers get a GPU by a device of ours whose start has the driver limit their memory."""
+        own = self._own.value
+        return self.choice.cdi and uuid in own.names & own.limiting
+
+    @property
+    def caps_problem(self) -> str | None:
+        """Why caps reach containers as variables, which a pod's own win over; None: as CDI edits."""
+        if self.own_cdi:
+            return None
+        return (
+            self.choice.reason if self._settings.injection.strategy != "auto" else cdi_problem(self.software)
+        )
+
+    def allocation(self, gpus: Sequence[Gpu]) -> Allocation:
+        """Environment, mounts, device nodes or CDI names for `gpus`, in the order given."""
+        uuids = [gpu.uuid for gpu in gpus]
+        variable = {VISIBLE_DEVICES: ",".join(uuids)}
+        if self.choice.cdi:
+            if self._own.value.names.issuperset(uuids):
+                # The specification sets the variable to void, and wins: it is for runtimes that ignore CDI.
+                return Allocation(environment=variable, cdi_devices=tuple(f"{KIND}={uuid}" for uuid in uuids))
+            return Allocation(cdi_devices=tuple(f"{TOOLKIT_KIND}={uuid}" for uuid in uuids))
+        configured = self._settings.injection
+        mounts = [Mount(f"{DEVICE_MOUNTS}/{uuid}", os.devnull) for uuid in uuids if configured.volume_mounts]
+        if configured.driver_mount:
+            mounts.append(Mount(DRIVER_MOUNT, configured.driver_mount))
+        return Allocation(
+            environment=variable,
+            mounts=tuple(mounts),
+            device_nodes=self._nodes(gpus) if configured.device_nodes else (),
+        )
+
+    def _nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:
+        root = (self._settings.driver.dev_root or "").rstrip("/")
+        names = [f"nvidia{gpu.minor}" for gpu in gpus] + list(COMMON_NODES)
+        # A stat of a device node never blocks: devtmpfs is memory.
+        names += [name for name in OPTIONAL_NODES if os.path.exists(f"{root}/dev/{name}")]  # noqa: PTH110
+        return tuple(DeviceNode(f"/dev/{name}", f"{root}/dev/{name}") for name in names)

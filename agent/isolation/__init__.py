@@ -1,1 +1,0 @@
-"""Limits of vGPU containers: their files, the library that enforces them, and who watches over both."""

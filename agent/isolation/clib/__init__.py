@@ -1,1 +1,0 @@
-"""The enforcement library in C, and its build. Nothing of this package is imported by the running agent."""

@@ -1,0 +1,270 @@
+"""The two resources of a pair as the kubelet sees them: what is listed, and what a container gets.
+
+Neutral to the mode: each hands its own conditions and answers in. No unit carries
+NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split pairs (docs/vgpu.md).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import anyio
+
+from agent.injection.inject import Injector
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
+from agent.kit.follow import follow
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused, joined
+from agent.kubelet.podresources import PodList
+from agent.lists import encode
+from agent.model.gpu import Gpu
+from agent.model.ledger import PairMember, UnitPool
+from agent.model.modes import Assignment, Mode
+from agent.model.units import ResourcePair
+from agent.pairing.pair_rules import Grant
+from agent.pairing.pairing import Pairing
+from agent.pairing.pod_access import Cause, PairRefused
+from agent.pairing.requester import resource_of
+
+_REASONS = {
+    Cause.INVALID: Reason.INVALID,
+    Cause.EXHAUSTED: Reason.EXHAUSTED,
+    Cause.UNAVAILABLE: Reason.UNAVAILABLE,
+}
+
+
+class Sharing:
+    """A mode with a pair: its conditions, and what its containers get. This one adds nothing to the pair."""
+
+    def __init__(self, pair: ResourcePair, mode: Mode, *, trim: bool = True) -> None:
+        """`trim`: whether free units that nobody can use are left off the lists.
+
+        Where an extender chooses GPUs they stay: totals need protect nobody then, and a list that has yet to
+        grow would cost the next pod its life.
+        """
+        self.mode = mode
+        self.pair = pair
+        self.trim = trim
+
+    def unready(self, uuid: str) -> str:  # noqa: ARG002
+        """Why a GPU's units are Unhealthy though the GPU is well, in words; empty: they are healthy."""
+        return ""
+
+    def full(self, uuid: str) -> str:  # noqa: ARG002
+        """Why no more units of a GPU are offered now, in words; empty: they are."""
+        return ""
+
+    def grown(self, uuid: str) -> frozenset[str]:  # noqa: ARG002
+        """Units of a GPU that are not offered, since running containers have grown by them."""
+        return frozenset()
+
+    async def additions(
+        self,
+        member: PairMember,  # noqa: ARG002
+        grant: Grant,  # noqa: ARG002
+        gpus: Sequence[Gpu],  # noqa: ARG002
+    ) -> Allocation:
+        """Make what a container gets for a member beside its GPUs; keys of the two members must differ.
+
+        Raises Refused where it may not start: nothing is granted then.
+        """
+        return Allocation()
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One GPU's part of a list: `key` says what it was made from."""
+
+    key: object
+    data: bytes
+    listed: int
+    healthy: int
+
+
+class SharedPair:
+    """One pair of resources of the node: keeps pools true, and lists what can still be given out."""
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        inventory: Cell[Snapshot],
+        modes: Cell[Assignment],
+        pairing: Pairing,
+        record: Cell[PodList | None],
+    ) -> None:
+        """`record`: who holds what."""
+        self.sharing = sharing
+        self.inventory = inventory
+        self.modes = modes
+        self.pairing = pairing
+        self._record = record
+        self._bare: dict[tuple[str, int], UnitPool] = {}
+        self._reduced: dict[str, tuple[tuple[str, int], frozenset[str], UnitPool]] = {}
+        self._pools: dict[str, UnitPool] = {}
+
+    def restock(self) -> None:
+        """Hand pairing the units that can be offered now.
+
+        Thousands of IDs are made for a GPU when it first comes into the mode, and not before: a node that
+        never offers fractions holds none.
+        """
+        promised = {gpu for each in self.pairing.ledger.reservations for gpu in each.gpus}
+        pools = {
+            state.uuid: self._pool(state)
+            for state in self.inventory.value.gpus
+            if self.modes.value.of(state.uuid).mode is self.sharing.mode or state.uuid in promised
+        }
+        if pools != self._pools:
+            self._pools = pools
+            self.pairing.set_pools(pools.values())
+
+    def _pool(self, state: GpuState) -> UnitPool:
+        gpu, sharing = state.gpu, self.sharing
+        key = (gpu.uuid, gpu.memory_bytes)
+        if key not in self._bare:
+            self._bare[key] = UnitPool.of(sharing.pair, gpu.uuid, gpu.index, gpu.memory_bytes)
+        grown, reduced = sharing.grown(gpu.uuid), self._reduced.get(gpu.uuid)
+        if reduced is None or reduced[:2] != (key, grown):
+            # Made once for each change, for lists are made again where pools are other objects.
+            reduced = self._reduced[gpu.uuid] = (key, grown, self._bare[key].without(grown))
+        mode = self.modes.value.of(gpu.uuid)
+        keeps = mode.mode is sharing.mode and state.healthy and not sharing.unready(gpu.uuid)
+        offerable = keeps and mode.offered and not sharing.full(gpu.uuid)
+        known, pool = self._pools.get(gpu.uuid), reduced[2]
+        if known and known.blocks is pool.blocks:
+            pool = known  # it is asked for many times before something changes
+        if (pool.index, pool.offerable, pool.keeps) == (gpu.index, offerable, keeps):
+            return pool
+        return replace(pool, index=gpu.index, offerable=offerable, keeps=keeps)
+
+    async def run(self) -> None:
+        await follow(self.refresh, self.inventory, self.modes, self._record)
+
+    def refresh(self) -> None:
+        """Bring pools and holders up to date now; while nobody can say who holds what, these stay."""
+        self.restock()
+        if self._record.value is not None:
+            self.pairing.observe(self._record.value)
+
+
+class SharedPairPlugin:
+    offers_preference = True
+    needs_pre_start = False
+
+    def __init__(self, shares: SharedPair, member: PairMember, injector: Injector) -> None:
+        self.resource = resource_of(shares.sharing.pair, member)
+        self._shares = shares
+        self._member = member
+        self._injector = injector
+        self._chunks: dict[str, _Chunk] = {}
+        # All units of a GPU, well or not: a switch needs both one after the other, in milliseconds.
+        self._whole: dict[tuple[str, bool], _Chunk] = {}
+        shares.restock()
+        self._seen = self._versions()  # what the list was made from
+        self._listed = self._encoded()  # the parts of the list: the same objects until a GPU changes
+        self.lists: Cell[bytes] = Cell(b"".join(self._listed))
+
+    async def run(self) -> None:
+        """Keep the list true; the core member keeps pools and records of both."""
+        shares = self._shares
+        async with anyio.create_task_group() as group:
+            if self._member is PairMember.CORE:
+                group.start_soon(shares.run)
+            await follow(self._refresh_if_changed, shares.inventory, shares.modes, shares.pairing.changes)
+
+    def refresh(self) -> None:
+        """Bring the list up to date now; only parts of GPUs that changed are made again."""
+        self._shares.restock()
+        self._seen = self._versions()
+        parts = self._encoded()
+        if parts != self._listed:
+            self._listed = parts
+            self.lists.publish(b"".join(parts))
+
+    def _refresh_if_changed(self) -> None:
+        """A switch has refreshed the list itself before the cells wake their readers."""
+        if self._versions() != self._seen:
+            self.refresh()
+
+    def _versions(self) -> tuple[int, ...]:
+        shares = self._shares
+        return tuple(cell.version for cell in (shares.inventory, shares.modes, shares.pairing.changes))
+
+    def figures(self, assignment: Assignment) -> tuple[int, int]:
+        chunks = list(self._parts(assignment))
+        return sum(each.listed for each in chunks), sum(each.healthy for each in chunks)
+
+    async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
+        """IDs on the GPU that has room for both members."""
+        try:
+            return await self._shares.pairing.prefer(
+                self._member, request.size, request.available, request.must_include
+            )
+        except PairRefused as refusal:
+            raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
+
+    async def allocate(self, ids: Sequence[str]) -> Allocation:
+        """The answer: the same GPUs from both members, and this member's additions."""
+        try:
+            grant = await self._shares.pairing.allocate(self._member, ids)
+        except PairRefused as refusal:
+            raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
+        by_uuid = self._shares.inventory.value.by_uuid
+        gpus = [by_uuid[uuid].gpu for uuid in grant.gpus]
+        try:
+            additions = await self._shares.sharing.additions(self._member, grant, gpus)
+        except Refused as refusal:
+            self._shares.pairing.turn_away(grant.pod, str(refusal))
+            raise
+        return joined(self._injector.allocation(gpus), additions)
+
+    async def pre_start(self, ids: Sequence[str]) -> None:
+        """Nothing to do: not asked for."""
+
+    def _encoded(self) -> list[bytes]:
+        return [data for each in self._parts(self._shares.modes.value) if (data := each.data)]
+
+    def _parts(self, assignment: Assignment) -> Iterator[_Chunk]:
+        """The part of each GPU, in order of index: all of its units, the kept ones, or none."""
+        ledger = self._shares.pairing.ledger
+        pools, kept = ledger.pools, ledger.kept_ids
+        begun = [each for each in ledger.reservations if not each.complete]
+        admitting = self._shares.pairing.continuing().union(*(each.gpus for each in begun))
+        opened = {gpu for each in begun if each.granted for gpu in each.gpus}
+        for state in self._shares.inventory.value.gpus:
+            pool, mode = pools.get(state.uuid), assignment.of(state.uuid)
+            # A GPU leaves this mode when the kubelet's records show no holder: ours may be older than that.
+            if pool is None or mode.mode is not self._shares.sharing.mode:
+                continue
+            well = state.healthy and not self._shares.sharing.unready(state.uuid)
+            # A pod that the kubelet is admitting gets its second member, even from a GPU that drains, or that
+            # has just given it the last units of the first.
+            if mode.offered or state.uuid in opened:
+                trim = self._shares.sharing.trim and state.uuid not in admitting
+                over = trim and self._all_held(pool, kept, ledger.whole)
+                keep = kept & pool.id_set(self._member) if over else None
+            else:
+                keep, well = (None if mode.leaving else kept & pool.id_set(self._member)), False
+            yield self._chunk(pool, keep, well)
+
+    def _all_held(self, pool: UnitPool, kept: frozenset[str], whole: frozenset[str]) -> bool:
+        """Whether the free units of this member are of no use to anybody."""
+        if self._shares.sharing.full(pool.gpu):
+            return True
+        if self._member is PairMember.MEMORY:
+            return pool.gpu in whole or (not self._shares.sharing.pair.memory_alone and pool.core_set <= kept)
+        return pool.block_set <= kept
+
+    def _chunk(self, pool: UnitPool, keep: frozenset[str] | None, healthy: bool) -> _Chunk:
+        """The encoded part of a GPU; `keep` None: all of its units."""
+        key = (keep, healthy, pool.ids(self._member))
+        known = self._whole.get((pool.gpu, healthy)) if keep is None else self._chunks.get(pool.gpu)
+        if known is None or known.key != key:
+            ids = pool.ids(self._member)
+            listed = ids if keep is None else [each for each in ids if each in keep]
+            count = len(listed)
+            known = _Chunk(key, encode.devices(listed, healthy), count, count if healthy else 0)
+            if keep is None:
+                self._whole[pool.gpu, healthy] = known
+            else:
+                self._chunks[pool.gpu] = known
+        return known

@@ -1,0 +1,181 @@
+"""A mode of the table as the rest of the agent sees it, and what it is built from.
+
+Each mode has a wing: a room above this one with its plugins, its runtime, its metrics and its checks. Rooms
+beside and below ask all wings alike, by the methods here; no wing imports another.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from agent.cluster.reach import ClusterAccess
+from agent.holdings.holdings import HoldingsWatch
+from agent.injection.inject import Injector
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
+from agent.kit.supervise import Supervisor
+from agent.kubelet.plugin_types import ResourcePlugin
+from agent.kubelet.podresources import Holding
+from agent.model.gpu import Driver, Gpu
+from agent.model.growth import Growth
+from agent.model.look import Look
+from agent.model.modes import Assignment, Mode
+from agent.modes.sources import DesiredSource
+from agent.nvml.port import NvmlPort
+from agent.nvml.worker_thread import WorkerThread
+from agent.pairing.pod_access import PodSource, Recorder
+from agent.settings import Settings
+from agent.telemetry.container_use import Uses
+from agent.telemetry.reading import Series
+
+Document = dict[str, Any]
+Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
+
+
+class SetUpFailed(Exception):
+    """A mode could not be set up on a GPU; the text names cause and remedy."""
+
+
+class NotLeft(Exception):
+    """Something of a mode is still on the node; the text says what, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The node and the rooms of the agent that a wing may use."""
+
+    settings: Settings  # of the agent's start
+    name: str  # empty: there is no way to the Kubernetes API
+    snapshot: Cell[Snapshot]
+    assignment: Cell[Assignment]  # the modes in force; the switcher publishes it
+    desired: DesiredSource
+    holdings: HoldingsWatch
+    injector: Injector
+    pods: PodSource
+    recorder: Recorder
+    cluster: ClusterAccess | None  # None: there is no way to the Kubernetes API
+    uses: Cell[Uses]  # of containers, with each sampling round
+    nvml: NvmlPort
+    calls: WorkerThread  # makes all calls to `nvml`
+    supervisor: Supervisor  # for tasks that a task of the wing starts in a group of its own
+    grown: Cell[Mapping[str, Growth]]  # by GPU; the mode that is resizable publishes it
+
+    def allows(self, mode: Mode) -> bool:
+        """Whether a mode may be requested under the configuration of now."""
+        return mode in self.desired.catalog.modes
+
+    def offers(self, mode: Mode) -> bool:
+        """Whether a GPU is in the mode now."""
+        return any(each.mode is mode for each in self.assignment.value.gpus.values())
+
+    def event(self, reason: str, message: str, *, warning: bool) -> None:
+        """Report an event of the node, where there is a way to the Kubernetes API; the caller logs it."""
+        if self.cluster:
+            self.cluster.events.node(reason, message, warning)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A long-lived task, started again when it fails."""
+
+    name: str  # in logs, probes and metrics
+    run: Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A node that is checked before an agent serves it."""
+
+    driver: Driver | None  # None: it does not answer
+    gpus: tuple[Gpu, ...]
+    state: Path  # the folder `host.state`, as this process sees it
+
+
+class Wing(ABC):
+    """One mode. What a mode does not need is left as it is here."""
+
+    mode: ClassVar[Mode]
+    # Whether GPUs are made ready for it: something of the agent's then runs for its containers, and ends with
+    # `give_back` and `leave`. False: a switch takes no time.
+    prepares: ClassVar[bool] = False
+
+    # Of the node, with no agent running
+
+    @classmethod
+    def checks(cls, settings: Settings, machine: Machine) -> Iterator[Look]:  # noqa: ARG003
+        """Look for what stands in the way of the mode, where it is allowed, for `check node`. Blocks."""
+        yield from ()
+
+    @classmethod  # noqa: B027
+    async def leave(cls, settings: Settings, nvml: NvmlPort) -> None:
+        """End what runs for the mode and remove its files outside of the agent's folders. Raises NotLeft.
+
+        Again is nothing. What `needed_by_holders` names stays.
+        """
+
+    @classmethod
+    def needed_by_holders(cls, settings: Settings) -> Sequence[Path]:  # noqa: ARG003
+        """Files and folders that the kubelet repeats to containers that run, so that they stay with these."""
+        return ()
+
+    # Of the running agent
+
+    @classmethod
+    @abstractmethod
+    async def build(cls, node: Node) -> Self:
+        """Make the wing and find what an earlier agent left; starts no task, waits for a bounded time."""
+
+    @abstractmethod
+    def plugins(self) -> Sequence[ResourcePlugin]:
+        """Its resources; none is registered before the mode is first used."""
+
+    def tasks(self) -> Sequence[Task]:
+        """The tasks of its runtime, from the agent's start to its end. Plugins have their own."""
+        return ()
+
+    def obstacle(self, state: GpuState) -> str:  # noqa: ARG002
+        """Why a GPU cannot be offered in the mode, in words; empty: it can."""
+        return ""
+
+    async def prepare(self, gpu: Gpu) -> None:  # noqa: B027
+        """Make a GPU ready; bounded in time, and may be cancelled. Raises SetUpFailed."""
+
+    async def give_back(self, gpu: Gpu) -> None:  # noqa: B027
+        """Leave a GPU as `prepare` found it; never fails, never hangs."""
+
+    def depends_on(self) -> object:
+        """The inputs of `prepare`, by value: once they differ, one that failed is tried again."""
+        return None
+
+    def most_holders(self, gpu: Gpu) -> int:  # noqa: ARG002
+        """How many containers a GPU serves at once; 0: as many as have room."""
+        return 0
+
+    def enforced(self) -> str | None:
+        """Whether containers are kept to their shares: yes, no, memory (compute is not enforced).
+
+        None: its GPUs are not shared by amounts.
+        """
+        return None
+
+    def gpu_facts(self, uuid: str) -> Document:  # noqa: ARG002
+        """Its keys of a GPU in the document of `status`."""
+        return {}
+
+    def holder_facts(self, holding: Holding, uuid: str) -> Document:  # noqa: ARG002
+        """Its keys of a container that holds units of a GPU, in the document of `status`."""
+        return {}
+
+    def allotted(self) -> Mapping[Place, float]:
+        """The share of its GPU, 0..1, that each container may compute with now, where it is held to one."""
+        return {}
+
+    def remarks(self) -> Sequence[str]:
+        """Degradations, each in a sentence, for probes and `status`."""
+        return ()
+
+    def metrics(self) -> Iterable[Series]:
+        """Its series of a scrape; called on the event loop."""
+        return ()

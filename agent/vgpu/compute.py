@@ -1,0 +1,308 @@
+"""Holds containers to their shares of compute: allots them, and corrects what the library has learned.
+
+What a container does shows in its usage region, of which a few bytes are read: who launches, or waits to. On
+GPUs where somebody's share depends on that, they are read every `POLL_SECONDS`, so that a container promised
+compute and comes back finds it free; elsewhere once a second. What a container writes there can make it look
+busy or idle, and so cost or give its neighbours what is free, never what they were promised.
+
+All of it is done in a thread, in turns, so that a stop waits for a fraction of a second.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from agent.kit.cell import Cell
+from agent.model.modes import Mode
+from agent.telemetry.attribution import Attribution
+from agent.telemetry.container_use import Uses
+from agent.vgpu import layout
+from agent.vgpu.allotment import Claim, allot, claim, elastic
+from agent.vgpu.correction import corrected, rivals
+from agent.vgpu.folders import PERCENT, About, Place
+from agent.vgpu.isolation_errors import FolderUnusable
+from agent.vgpu.limits import ContainerLimits
+from agent.vgpu.problems import Problems
+from agent.vgpu.room import Isolation
+
+log = structlog.get_logger()
+
+POLL_SECONDS = 0.01
+# A pause ends by itself 30 s after the last beat: see `is_forgotten` in clib/shares.c.
+BEAT_SECONDS = 5.0
+TURN_SECONDS = 0.25
+IDLE_SECONDS = 1.0
+"""Who did nothing for so long leaves its promise to others until it comes back."""
+LOOK_SECONDS = 1.0
+MOST_THREADS = 1024
+"""Of a container, that can have waited at once: beyond that its word is not believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeRequest:
+    """The request of a pod's annotations."""
+
+    burst: int | None = None  # percent of a GPU
+    low: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeShare:
+    """How a container stands. `used` is None where nobody measures it."""
+
+    asked: int  # percent; 0: no claim
+    allotted: float
+    used: float | None
+    throttled_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredWork:
+    """The use of a container, as the driver measured it."""
+
+    percent: float  # of the GPU
+    processes: int = 1  # of those that worked
+
+
+@dataclass
+class _Followed:
+    """A container that is held to a share."""
+
+    about: About
+    claim: Claim
+    share: int = -1  # in force, in 1/100 %; -1: not written yet
+    factor: float = 1.0
+    rivals: float | None = None  # other processes that its own meet on the GPU; None: not known
+    written: tuple[int, float, float | None] | None = None
+    seen: tuple[int, int, int] | None = None
+    moved: float = float("-inf")  # when it last did something
+    since: float = float("-inf")  # when its share was changed, or it began to work
+    looked: float = float("-inf")
+    beaten: float = float("-inf")
+    held_back: bool = False  # whether launches waited since the last measurement
+    throttled: float = 0.0  # seconds
+    used: float | None = None
+
+
+class Compute:
+    """The shares of this node's containers."""
+
+    def __init__(
+        self,
+        isolation: Isolation,
+        request: Callable[[About], ComputeRequest],
+        *,
+        soft: bool,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`soft`: every container may use what is free."""
+        self.shares: Cell[Mapping[str, ComputeShare]] = Cell(MappingProxyType({}))
+        self._isolation = isolation
+        self._request_of = request
+        self._soft = soft
+        self._clock = clock
+        self._pause = pause
+        self._followed: dict[str, _Followed] = {}
+        self._unreadable = Problems()
+        self._unwritten = Problems("share_not_written")
+        self._measured: Mapping[Place, MeasuredWork] = {}
+
+    def measured(self, work: Mapping[Place, MeasuredWork]) -> None:
+        """Take in one round of what the driver measured of containers."""
+        self._measured = work
+
+    async def run(self) -> None:
+        """Allot and correct, for ever."""
+        version = self._isolation.containers.version
+        try:
+            while True:
+                containers, measured = self._isolation.containers.value, self._measured
+                self._measured = {}
+                again = await anyio.to_thread.run_sync(self.turn, containers, measured)
+                self.shares.publish(self.standing())
+                if again:
+                    continue
+                with anyio.move_on_after(LOOK_SECONDS):
+                    version = await self._isolation.containers.wait_change(version)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self.settle)
+
+    def turn(self, containers: Mapping[str, ContainerLimits], measured: Mapping[Place, MeasuredWork]) -> bool:
+        """One turn; whether the next is to follow at once. Blocks for up to `TURN_SECONDS`."""
+        self._follow(containers)
+        gpus = self._by_gpu()
+        depends = any(len(group) > 1 and elastic([each.claim for each in group]) for group in gpus)
+        with ExitStack() as opened:
+            files = self._open(opened)
+            end = self._clock() + TURN_SECONDS
+            self._look(files)
+            self._observe(measured)
+            while True:
+                for group in gpus:
+                    self._allot(group)
+                if not depends or self._clock() >= end:
+                    return depends
+                self._pause(POLL_SECONDS)
+                self._look(files)
+
+    def settle(self) -> None:
+        """Leave what is right while nobody looks: as if all worked, and a little for everybody. Blocks."""
+        for group in self._by_gpu():
+            found = allot([each.claim for each in group], {each.claim.key for each in group})
+            for each in group:
+                each.share = max(PERCENT, int(found[each.claim.key] * PERCENT))
+                each.rivals = None
+                self._write(each)
+
+    def _by_gpu(self) -> list[list[_Followed]]:
+        gpus: dict[str, list[_Followed]] = {}
+        for each in self._followed.values():
+            gpus.setdefault(each.about.gpu, []).append(each)
+        return list(gpus.values())
+
+    def _follow(self, containers: Mapping[str, ContainerLimits]) -> None:
+        held = {key: one.about for key, one in containers.items() if one.about.compute and one.about.build}
+        for gone in self._followed.keys() - held.keys():
+            del self._followed[gone]
+        for key, about in held.items():
+            request = self._request_of(about)
+            burst = 100 if self._soft and request.burst is None else request.burst
+            wanted = claim(key, about.cores_now, burst, low=request.low)
+            known = self._followed.get(key)
+            if known is None or known.about.uid != about.uid:
+                self._followed[key] = _Followed(about, wanted, factor=self._factor(key))
+            else:
+                known.about, known.claim = about, wanted
+
+    def _factor(self, key: str) -> float:
+        """The findings of an earlier agent."""
+        try:
+            return self._isolation.folders.limits(key).correction
+        except FolderUnusable:
+            return 1.0
+
+    def _open(self, opened: ExitStack) -> Mapping[str, int]:
+        files = {}
+        self._unreadable.keep(self._followed)
+        self._unwritten.keep(self._followed)
+        for key in self._followed:
+            try:
+                files[key] = self._isolation.folders.open_usage(key)
+                opened.callback(os.close, files[key])
+            except FolderUnusable as error:
+                self._unreadable.met(key, error)
+            else:
+                self._unreadable.over(key)
+        return files
+
+    def _look(self, files: Mapping[str, int]) -> None:
+        now = self._clock()
+        for key, file in files.items():
+            each = self._followed[key]
+            try:
+                seen = layout.read_share(file)
+            except OSError:
+                continue
+            before = each.seen
+            if (before is not None and seen != before) or seen[0] / 1e9 > now:
+                if not self._working(each):
+                    each.since = now
+                each.moved = now
+            waited = (seen[2] - (before[2] if before else 0)) / 1e9
+            if waited > 0:
+                each.held_back = True
+                if waited <= (now - each.looked) * MOST_THREADS:
+                    each.throttled += waited
+            each.seen, each.looked = seen, now
+
+    def _working(self, each: _Followed) -> bool:
+        return self._clock() - each.moved < IDLE_SECONDS
+
+    def _observe(self, measured: Mapping[Place, MeasuredWork]) -> None:
+        for group in self._by_gpu():
+            found = [(each, measured.get(each.about.place)) for each in group]
+            everybody = [work for _, work in found if work is not None]
+            total, processes = (
+                sum(each.percent for each in everybody),
+                sum(each.processes for each in everybody),
+            )
+            for each, work in found:
+                if work is not None:
+                    each.rivals = rivals(work.percent, work.processes, total, processes)
+                    self._correct(each, work.percent)
+
+    def _correct(self, each: _Followed, percent: float) -> None:
+        each.used = percent
+        # What was measured belongs to the share that was in force all the while.
+        if 0 < each.share < 100 * PERCENT and self._clock() - each.since > LOOK_SECONDS:
+            cap = each.share / PERCENT
+            each.factor = corrected(each.factor, cap, percent, throttled=each.held_back)
+        each.held_back = False
+
+    def _allot(self, group: list[_Followed]) -> None:
+        working = {each.claim.key for each in group if self._working(each)}
+        found = allot([each.claim for each in group], working)
+        # Containers that get less come first, so that no two have the same in between.
+        for each in sorted(group, key=lambda one: found[one.claim.key] * PERCENT - one.share):
+            share = int(found[each.claim.key] * PERCENT)
+            if share != each.share:
+                each.share, each.since = share, self._clock()
+            self._write(each)
+
+    def _write(self, each: _Followed) -> None:
+        wanted = (each.share, each.factor, each.rivals)
+        late = each.share == 0 and self._clock() - each.beaten >= BEAT_SECONDS
+        if each.written == wanted and not late:
+            return
+        values = {"compute": True, "share": each.share, "correction": each.factor, "rivals": each.rivals}
+        try:
+            if late:
+                self._isolation.folders.beat(each.claim.key)
+                each.beaten = self._clock()
+            if each.written != wanted:
+                self._isolation.folders.change(each.claim.key, **values)
+                each.written = wanted
+        except FolderUnusable as error:
+            self._unwritten.met(each.claim.key, error)
+        else:
+            self._unwritten.over(each.claim.key)
+
+    def standing(self) -> Mapping[str, ComputeShare]:
+        """How containers stand, by folder."""
+        return MappingProxyType(
+            {
+                key: ComputeShare(each.about.cores, each.share / PERCENT, each.used, each.throttled)
+                for key, each in self._followed.items()
+            }
+        )
+
+
+def release(isolation: Isolation) -> None:
+    """Hold nobody to a share any more that an earlier configuration had held. Blocks."""
+    for key, limits in isolation.containers.value.items():
+        if limits.about.compute:
+            try:
+                isolation.folders.change(key, compute=False)
+            except FolderUnusable as error:
+                log.warning("share_not_written", problem=str(error))
+
+
+def work_of(uses: Uses) -> Mapping[Place, MeasuredWork]:
+    """Use of vGPU containers as the driver measured it."""
+    return {
+        Place(share.namespace, share.pod, share.container, share.gpu): MeasuredWork(
+            each.use.utilization * 100, each.use.working
+        )
+        for each in uses.containers
+        for share in (each.use.share,)
+        if share.mode is Mode.VGPU and each.use.utilization_grade is Attribution.MEASURED
+    }

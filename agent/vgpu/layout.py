@@ -1,0 +1,299 @@
+"""The two files that the agent and the enforcement library share, byte by byte; see `clib/layout.h`.
+
+Both layouts only grow: what has a place keeps it, so that libraries of before go on with files of now. The
+*limit file* is the agent's alone and read-only in the container. It holds two copies of each GPU's limits,
+each with a generation and a checksum: the agent writes the older copy by one pwrite(2), and readers take the
+valid one with the highest generation, so that a writer that dies halfway leaves the limits of before in
+force. The *usage region* is the container's own, and so a hint at most.
+"""
+
+import ctypes
+import mmap
+import os
+import re
+import struct
+import time
+import uuid
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from agent.kit import futex
+from agent.vgpu.isolation_errors import BadLayout, OtherLayout
+from agent.vgpu.loaded import Entries
+
+LAYOUT = 1
+MOST_DEVICES = 16
+
+LIMITS_MAGIC = 0x4C4D4C0041474E47
+LIMITS_BYTES = 8192
+RECORDS_AT = 512
+RECORD_BYTES = 256
+COPY_BYTES = 112
+STRICT, COMPUTE = 1, 2
+GATE_AT = 4608
+CHANGES_AT = GATE_AT + 4
+BEAT_AT = GATE_AT + 8
+CORRECTION_ONE = 65536
+RIVAL = 256
+HEADER = struct.Struct("<QIIII64sQ412x")
+COPY = struct.Struct("<Q16sQQQQIIIIIIII20x")
+CRC = struct.Struct("<I")
+GATE = struct.Struct("<II")
+
+USAGE_MAGIC = 0x4753550041474E47
+USAGE_BYTES = 1 << 20
+USAGE_HEADER_BYTES = 4096
+USAGE_DEVICE_BYTES = 4096
+SLOTS, SLOT_BYTES = 2048, 384
+SLOTS_AT = 69632
+SLOT = struct.Struct("<II120xQQ240x")  # pid, state, and of the first GPU bytes charged and those for contexts
+ENTRY = struct.Struct("<IIQ368x")  # pid, state and start time
+FREE_SLOT, PROCESS_SLOT = 0, 1
+READ_SLOTS = 64
+# Left by pthread_mutex_init in a robust, process-shared mutex of glibc; all else of it is zero.
+LOCK_KIND, LOCK_KIND_AT = 144, 16
+HEADER_LOCK_AT = 128
+USAGE_HEADER = struct.Struct("<QIIIIII")
+FIGURES = struct.Struct("<QQQQ")
+FIGURES_AT = 128
+SHARE = struct.Struct("<QQQ")
+SHARE_AT = 256
+NEWER_AT = 272
+NEWER = struct.Struct("<Q16x64s")  # how many, and the name of the last one
+ENTRY_POINT = re.compile(r"cu[A-Za-z0-9_]{1,61}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    gpu: str  # UUID as NVML writes it, GPU-...
+    memory_bytes: int
+    cores: int = 0  # percent; 0: no claim
+    unseen_bytes: int = 0  # of the memory, what no counted allocation explains
+    strict: bool = False
+    driver: bool = False  # whether the driver caps the memory, too
+    compute: bool = False  # whether the container is held to `share`
+    share: int = 0  # of compute, in 1/100 %; 0: nothing may be launched now
+    correction: float = 1.0  # learned device times are worth 1 / this much of the share
+    context_bytes: int = 0  # charged for each context
+    rivals: float | None = None  # other processes at work on the GPU at a time, on average; None: not known
+
+
+@dataclass(frozen=True, slots=True)
+class CountedUsage:
+    """The library's count for one GPU; its container may write anything there."""
+
+    total_bytes: int
+    peak_bytes: int
+    refused: int
+    repaired: int
+    next_ns: int = 0  # CLOCK_MONOTONIC: when its share has caught up with what was launched
+    waits: int = 0  # launches that waited for the share
+    waited_ns: int = 0
+    newer: int = 0  # entry points that were given out uncounted, since they are newer than the library
+    newer_name: str = ""  # the last of them
+
+
+def limit_file(name: str, devices: Sequence[DeviceLimits]) -> bytes:
+    """A new limit file. `name` is for people."""
+    label = name.encode()[:63]
+    header = HEADER.pack(LIMITS_MAGIC, LAYOUT, RECORDS_AT, LIMITS_BYTES, len(devices), label, time.time_ns())
+    content = bytearray(LIMITS_BYTES)
+    content[:RECORDS_AT] = header + CRC.pack(zlib.crc32(header))
+    for number, device in enumerate(devices):
+        at = RECORDS_AT + number * RECORD_BYTES
+        content[at : at + COPY_BYTES] = _copy(1, device)
+    GATE.pack_into(content, GATE_AT, any(device.compute for device in devices), 0)
+    CRC.pack_into(content, BEAT_AT, 1)
+    return bytes(content)
+
+
+def read_limits(content: bytes) -> list[DeviceLimits]:
+    """The limits in force. Raises BadLayout, OtherLayout."""
+    return [limits for _, _, limits in map(_newest, _records(content))]
+
+
+def write_limits(descriptor: int, number: int, limits: DeviceLimits) -> int:
+    """Put limits in force in a file that containers may have mapped, and wake who waits for its share.
+
+    Answers how many threads that were. `descriptor` is open for reading and writing. Raises BadLayout,
+    OSError.
+    """
+    content = os.pread(descriptor, LIMITS_BYTES, 0)
+    found = [_newest(record) for record in _records(content)]
+    place, generation, before = found[number]
+    others = any(each.compute for n, (_, _, each) in enumerate(found) if n != number)
+    armed, changes = GATE.unpack_from(content, GATE_AT)
+    if limits.compute and not armed:
+        os.pwrite(descriptor, GATE.pack(1, changes), GATE_AT)
+    at = RECORDS_AT + number * RECORD_BYTES + (1 - place) * COPY_BYTES
+    os.pwrite(descriptor, _copy(generation + 1, limits), at)
+    if limits.compute or before.compute:
+        os.pwrite(descriptor, GATE.pack(limits.compute or others, (changes + 1) & 0xFFFFFFFF), GATE_AT)
+        return wake(descriptor, CHANGES_AT, LIMITS_BYTES)
+    return 0
+
+
+def beat(descriptor: int) -> None:
+    """Show paused launches that an agent is there to end their pause. Raises OSError."""
+    (number,) = CRC.unpack(os.pread(descriptor, CRC.size, BEAT_AT))
+    os.pwrite(descriptor, CRC.pack(number % 0xFFFFFFFF + 1), BEAT_AT)
+
+
+def wake(descriptor: int, offset: int, size: int) -> int:
+    """How many threads waited on the word at `offset` of a file of `size` bytes, opened for writing.
+
+    They sleep by futex(2) on the file's page, of which containers have a read-only mapping: waiting takes no
+    more than that, and a wake through the agent's own mapping reaches them. 0 also where they cannot be woken
+    (a file system without mappings, a sandbox without the call): they look again within 100 ms.
+    """
+    try:
+        with mmap.mmap(descriptor, size) as mapped:
+            return max(0, _wake(mapped, offset))
+    except (OSError, ValueError):
+        return 0
+
+
+def _wake(mapped: mmap.mmap, offset: int) -> int:
+    # In a function of its own: while the word is referred to the mapping cannot be closed.
+    return futex.wake(ctypes.addressof(ctypes.c_uint32.from_buffer(mapped, offset)))
+
+
+def usage_head(devices: int) -> bytes:
+    """The beginning of a new usage region; all that follows is zero."""
+    content = bytearray(USAGE_HEADER_BYTES + devices * USAGE_DEVICE_BYTES)
+    USAGE_HEADER.pack_into(
+        content, 0, USAGE_MAGIC, LAYOUT, USAGE_HEADER_BYTES, USAGE_BYTES, devices, SLOTS, SLOT_BYTES
+    )
+    locks = [USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES for number in range(devices)]
+    for at in (HEADER_LOCK_AT, *locks):
+        CRC.pack_into(content, at + LOCK_KIND_AT, LOCK_KIND)
+    return bytes(content)
+
+
+def usage_head_bytes(devices: int) -> int:
+    """How much of a usage region says what the library has counted."""
+    return USAGE_HEADER_BYTES + devices * USAGE_DEVICE_BYTES
+
+
+def read_usage(content: bytes) -> list[CountedUsage]:
+    """The library's counts, GPU by GPU. Raises BadLayout."""
+    if len(content) < usage_head_bytes(1):
+        raise BadLayout(f"a usage region of {len(content)} bytes is too short")
+    magic, layout, *_, devices, slots, size = USAGE_HEADER.unpack_from(content)
+    if (magic, layout, slots, size) != (USAGE_MAGIC, LAYOUT, SLOTS, SLOT_BYTES):
+        raise BadLayout("this is no usage region of a known layout")
+    if not 1 <= devices <= MOST_DEVICES or len(content) < usage_head_bytes(devices):
+        raise BadLayout(f"a usage region of {devices} GPUs cannot be")
+    starts = [USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES for number in range(devices)]
+    newer, name = NEWER.unpack_from(content, NEWER_AT)
+    text = name.partition(b"\0")[0].decode("ascii", "replace")
+    named = text if ENTRY_POINT.fullmatch(text) else ""  # the container can write anything there
+    counts = [
+        CountedUsage(
+            *FIGURES.unpack_from(content, start + FIGURES_AT), *SHARE.unpack_from(content, start + SHARE_AT)
+        )
+        for start in starts
+    ]
+    return [replace(each, newer=newer, newer_name=named) for each in counts]
+
+
+def read_share(descriptor: int, number: int = 0) -> tuple[int, int, int]:
+    """`next_ns`, `waits` and `waited_ns` of an open usage region: hints, and zeros where it is too short.
+
+    Raises OSError.
+    """
+    at = USAGE_HEADER_BYTES + number * USAGE_DEVICE_BYTES + SHARE_AT
+    content = os.pread(descriptor, SHARE.size, at)
+    return SHARE.unpack(content) if len(content) == SHARE.size else (0, 0, 0)
+
+
+def sole_process(content: bytes, total_bytes: int) -> tuple[int, int] | None:
+    """Bytes charged to the only process in the first slots, and those for contexts; None: it is not alone."""
+    whole = len(content) // SLOT_BYTES * SLOT_BYTES
+    slots = [
+        (charged, contexts) for _, state, charged, contexts in SLOT.iter_unpack(content[:whole]) if state
+    ]
+    return slots[0] if len(slots) == 1 and slots[0][0] == total_bytes >= slots[0][1] else None
+
+
+def read_entries(content: bytes) -> Entries:
+    """The processes in a usage region's slots; the last slot is shared by those that found no other."""
+    slots = list(ENTRY.iter_unpack(content[: len(content) // SLOT_BYTES * SLOT_BYTES]))
+    processes = frozenset((pid, start) for pid, state, start in slots if state == PROCESS_SLOT)
+    return Entries(processes, len(slots) == SLOTS and slots[-1][1] == FREE_SLOT)
+
+
+def _copy(generation: int, limits: DeviceLimits) -> bytes:
+    body = COPY.pack(
+        generation,
+        _uuid(limits.gpu),
+        limits.memory_bytes,
+        limits.memory_bytes,  # the request: soft caps are not in use
+        limits.context_bytes,
+        limits.unseen_bytes,
+        limits.share if limits.compute else limits.cores * 100,
+        0,  # the burst: as the library has it
+        round(limits.correction * CORRECTION_ONE),
+        int(limits.driver),
+        0,
+        0,
+        STRICT * limits.strict | COMPUTE * limits.compute,
+        0 if limits.rivals is None else round(limits.rivals * RIVAL) + 1,
+    )
+    return body + CRC.pack(zlib.crc32(body))
+
+
+def _records(content: bytes) -> list[bytes]:
+    if len(content) != LIMITS_BYTES:
+        raise BadLayout(f"a limit file has {LIMITS_BYTES} bytes, not {len(content)}")
+    magic, layout, header, size, devices, _, _ = HEADER.unpack_from(content)
+    if (magic, header) != (LIMITS_MAGIC, RECORDS_AT):
+        raise BadLayout("this is no limit file")
+    if CRC.unpack_from(content, HEADER.size)[0] != zlib.crc32(content[: HEADER.size]):
+        raise BadLayout("the header's checksum is wrong")
+    if layout != LAYOUT:
+        text = f"a limit file of layout {layout} is kept as it is; this agent writes layout {LAYOUT}"
+        raise OtherLayout(f"{text}: its container keeps its limits until it ends")
+    if size != LIMITS_BYTES:
+        raise BadLayout(f"a limit file of {size} bytes cannot be")
+    if not 1 <= devices <= MOST_DEVICES:
+        raise BadLayout(f"a limit file of {devices} GPUs cannot be")
+    starts = range(RECORDS_AT, RECORDS_AT + devices * RECORD_BYTES, RECORD_BYTES)
+    return [content[start : start + RECORD_BYTES] for start in starts]
+
+
+def _newest(record: bytes) -> tuple[int, int, DeviceLimits]:
+    """Place, generation and values of the copy in force."""
+    found = []
+    for place in (0, 1):
+        body = record[place * COPY_BYTES : (place + 1) * COPY_BYTES]
+        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags, rivals = (
+            COPY.unpack_from(body)
+        )
+        if generation and CRC.unpack_from(body, COPY.size)[0] == zlib.crc32(body[: COPY.size]):
+            limits = DeviceLimits(
+                f"GPU-{uuid.UUID(bytes=gpu)}",
+                memory,
+                share // 100,
+                unseen,
+                bool(flags & STRICT),
+                bool(driver),
+                bool(flags & COMPUTE),
+                share if flags & COMPUTE else 0,
+                (correction or CORRECTION_ONE) / CORRECTION_ONE,
+                context,
+                (rivals - 1) / RIVAL if rivals else None,
+            )
+            found.append((generation, place, limits))
+    if not found:
+        raise BadLayout("neither copy of its limits is whole")
+    generation, place, limits = max(found, key=lambda each: each[0])
+    return place, generation, limits
+
+
+def _uuid(gpu: str) -> bytes:
+    try:
+        return uuid.UUID(gpu.removeprefix("GPU-").removeprefix("MIG-")).bytes
+    except ValueError as error:
+        raise BadLayout(f"{gpu!r} is no UUID of a GPU") from error

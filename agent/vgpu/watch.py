@@ -1,0 +1,251 @@
+"""Containers with limits by the driver's measure: those above their cap, and those without the library.
+
+The third fence, and the check on the second: it needs neither the container's goodwill nor its files. It is
+fed with each round of samples; what it reads of a process is bounded. Blocking work is done in a thread.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import anyio.to_thread
+import structlog
+
+from agent.kit.cell import Cell
+from agent.model.modes import Mode
+from agent.telemetry.attribution import Attribution
+from agent.telemetry.container_use import Uses
+from agent.vgpu.ending import NotEnded, end, processes_of
+from agent.vgpu.events import LimitEvents
+from agent.vgpu.folders import About, Place
+from agent.vgpu.isolation_errors import FolderUnusable
+from agent.vgpu.limits import ContainerLimits, Enforcement
+from agent.vgpu.loaded import Entries, Looks, loads
+from agent.vgpu.problems import Problems
+from agent.vgpu.room import Isolation
+
+log = structlog.get_logger()
+
+# Excess over its cap that a container may be measured with: contexts come before anybody can count them.
+LEAST_TOLERANCE = 64 << 20
+TOLERANCE_RATIO = 0.02
+# Readings in a row, a second apart, before it is reported: memory of a process that just ended lingers.
+READINGS = 2
+# Before one is ended, by option: so many readings, and so much for the context of each of so many processes.
+END_READINGS = 10
+CONTEXT_BYTES = 600 << 20
+MOST_CONTEXTS = 8
+# The same for one that keeps the agent from its files: the kernel ends no lease before 45 s.
+REFUSED_READINGS = 60
+LOOK_SECONDS = 2.0  # for the maps of one container's processes
+# Unseen memory is the least of so many readings, since they compare figures of two moments; written in steps.
+STABLE_READINGS = 3
+STEP = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A container on one GPU, by the driver's word for each of its processes."""
+
+    place: Place
+    cap_bytes: int  # what its units stand for
+    memory_bytes: int
+    pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SweepFigures:
+    measured: Mapping[Place, int] = field(default_factory=lambda: MappingProxyType({}))  # bytes
+    above: frozenset[Place] = frozenset()
+
+
+class LimitWatch:
+    """Follows the samples; publishes `seen`."""
+
+    def __init__(
+        self,
+        isolation: Isolation,
+        events: LimitEvents,
+        proc: Path,
+        ends: bool = False,
+        containers_of: Callable[[About], Collection[str]] = lambda _: (),
+    ) -> None:
+        """`ends`: whether containers are ended that stay above their cap, or keep the agent from their files.
+
+        `containers_of`: the IDs that a container has at the runtime, without its scheme.
+        """
+        self._ends = ends
+        self._containers_of = containers_of
+        self._refused: dict[str, int] = {}  # readings in a row without a container's files
+        self._excess: dict[Place, int] = {}  # readings in a row so far above that a container may be ended
+        self.seen: Cell[SweepFigures] = Cell(SweepFigures())
+        self._isolation = isolation
+        self._events = events
+        self._proc = proc
+        self._rounds: dict[Place, int] = {}  # readings above the cap in a row
+        self._loaded: dict[str, Looks] = {}  # by folder
+        self._unseen: dict[str, deque[int]] = {}
+        self._unreadable = Problems()
+        self._written: dict[str, tuple[int, int]] = {}  # bytes unseen and for a context in the limit file
+
+    async def look(self, round_: Sequence[Measured]) -> None:
+        """Take in one round: all containers that were measured."""
+        folders = {
+            limits.about.place: (key, limits) for key, limits in self._isolation.containers.value.items()
+        }
+        caps = {place: limits.memory_bytes for place, (_, limits) in folders.items()}
+        above = self._above(round_, caps)
+        self.seen.publish(SweepFigures({each.place: each.memory_bytes for each in round_}, above))
+        if self._ends:
+            await self._end(round_, caps)
+            await self._end_refusing()
+        work = [(*folders[each.place], each) for each in round_ if each.place in folders]
+        for gone in self._loaded.keys() - {key for key, _, _ in work}:
+            del self._loaded[gone]
+            self._unseen.pop(gone, None)
+            self._written.pop(gone, None)
+        self._isolation.contexts.keep(self._isolation.containers.value)
+        self._unreadable.keep(self._isolation.containers.value)
+        if work:
+            loaded = await anyio.to_thread.run_sync(self._read, work, abandon_on_cancel=True)
+            for key, limits, _ in work:
+                if key in loaded:
+                    if limits.injected is not False and not loaded[key]:
+                        self._events.not_loaded(limits.about)
+                    self._isolation.saw(key, loaded[key])
+
+    def _above(self, round_: Sequence[Measured], caps: Mapping[Place, int]) -> frozenset[Place]:
+        counted: dict[Place, int] = {}
+        for each in round_:
+            cap = caps.get(each.place, each.cap_bytes)
+            off = self._isolation.policy(each.place.namespace) is Enforcement.OFF
+            if not off and each.memory_bytes > cap + tolerance(cap):
+                rounds = counted[each.place] = self._rounds.get(each.place, 0) + 1
+                if rounds == READINGS:
+                    self._events.exceeded(each.place, each.memory_bytes, cap)
+        self._rounds = counted
+        return frozenset(place for place, rounds in counted.items() if rounds >= READINGS)
+
+    async def _end(self, round_: Sequence[Measured], caps: Mapping[Place, int]) -> None:
+        counted: dict[Place, int] = {}
+        for each in round_:
+            cap = caps.get(each.place, each.cap_bytes)
+            enforced = self._isolation.policy(each.place.namespace).enforces
+            contexts = min(len(each.pids), MOST_CONTEXTS) * CONTEXT_BYTES
+            if not enforced or each.memory_bytes <= cap + tolerance(cap) + contexts:
+                continue
+            counted[each.place] = self._excess.get(each.place, 0) + 1
+            if counted[each.place] < END_READINGS:
+                continue
+            counted[each.place] = 0
+            problem = await self._ended(partial(tuple, each.pids))
+            self._events.ended(each.place, each.memory_bytes, cap, problem)
+        self._excess = counted
+
+    async def _end_refusing(self) -> None:
+        known, refusing = self._isolation.containers.value, self._isolation.refusing
+        self._refused = {key: self._refused.get(key, 0) + 1 for key in refusing if key in known}
+        for key, readings in self._refused.items():
+            about = known[key].about
+            if readings < REFUSED_READINGS or not self._isolation.policy(about.namespace).enforces:
+                continue
+            self._refused[key] = 0
+            problem = await self._ended(partial(processes_of, self._containers_of(about), self._proc))
+            self._events.ended_refusing(about, refusing[key], problem)
+
+    async def _ended(self, pids: Callable[[], Collection[int]]) -> str | None:
+        """End the containers of these processes; why that could not be done, or None."""
+        try:
+            if not await anyio.to_thread.run_sync(lambda: end(pids(), self._proc)):
+                return "none of its processes was found"
+        except NotEnded as error:
+            return str(error)
+        return None
+
+    def _read(self, work: Sequence[tuple[str, ContainerLimits, Measured]]) -> Mapping[str, bool]:
+        """Whether all processes have the library, by folder; nothing of those without a process."""
+        found: dict[str, bool] = {}
+        for key, limits, measured in work:
+            if not limits.about.build:
+                continue  # it was given no library
+            looks = self._loaded.setdefault(key, Looks())
+            self._look_at(key, limits.about, measured.pids, looks)
+            if looks.loaded:
+                found[key] = all(looks.loaded.values())
+            self._settle(key, limits, measured, loaded=found.get(key, False))
+        return found
+
+    def _look_at(self, key: str, about: About, pids: Sequence[int], looks: Looks) -> None:
+        looks.keep(pids)
+        library, entries = self._isolation.libraries.of(about).file, None
+        # Processes that keep the reader of their maps waiting cost their own container its time.
+        until = time.monotonic() + LOOK_SECONDS
+        for pid in (each for each in pids if each not in looks.loaded):
+            if (left := until - time.monotonic()) <= 0:
+                break
+            try:
+                loaded = loads(pid, library, self._proc, left)
+            except OSError:
+                entries = entries or self._entries(key)
+                looks.entered(pid, entries, self._proc)
+            else:
+                if loaded is not None:
+                    looks.loaded[pid] = loaded
+
+    def _entries(self, key: str) -> Entries | None:
+        try:
+            return self._isolation.folders.entries(key)
+        except FolderUnusable:
+            return None
+
+    def _settle(self, key: str, limits: ContainerLimits, measured: Measured, *, loaded: bool) -> None:
+        """Give the library the figures that it cannot count: contexts, code, calls past it."""
+        folders, contexts = self._isolation.folders, self._isolation.contexts
+        gpu, cap = limits.about.gpu, limits.memory_bytes
+        written = self._written.get(key)
+        try:
+            if written is None:
+                now = folders.limits(key)
+                written = self._written[key] = (now.unseen_bytes, now.context_bytes)
+            unseen = written[0]
+            # Where nobody is nothing is to be read.
+            if (measured.pids or unseen) and (usage := folders.usage(key)):
+                readings = self._unseen.setdefault(key, deque(maxlen=STABLE_READINGS))
+                readings.append(max(0, measured.memory_bytes - usage.total_bytes))
+                if len(readings) == STABLE_READINGS:
+                    unseen = min(readings) // STEP * STEP
+                alone = loaded and len(measured.pids) == 1
+                sole = folders.sole_process(key, usage.total_bytes) if alone else None
+                contexts.measured(key, (gpu, limits.about.namespace), measured.memory_bytes, sole, cap)
+            fresh = (unseen, contexts.of(gpu, cap))
+            if fresh != written:
+                folders.change(key, unseen_bytes=fresh[0], context_bytes=fresh[1])
+                self._written[key] = fresh
+        except FolderUnusable as error:
+            self._unreadable.met(key, error)
+        else:
+            self._unreadable.over(key)
+
+
+def tolerance(cap_bytes: int) -> int:
+    """How far above its cap a container may be measured without a report, in bytes."""
+    return max(LEAST_TOLERANCE, int(cap_bytes * TOLERANCE_RATIO))
+
+
+def round_of(uses: Uses) -> list[Measured]:
+    """The vGPU containers which the driver measures process by process."""
+    return [
+        Measured(
+            Place(share.namespace, share.pod, share.container, share.gpu),
+            share.memory_limit,
+            each.use.memory,
+            each.use.pids,
+        )
+        for each in uses.containers
+        for share in (each.use.share,)
+        if share.mode is Mode.VGPU and each.use.memory_grade is Attribution.MEASURED
+    ]

@@ -1,0 +1,42 @@
+"""The wing of pGPU: whole GPUs, or time slices of them. Nothing runs for it."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+from agent.kubelet.plugin_types import ResourcePlugin
+from agent.model.modes import Mode
+from agent.modes.wing import Node, Wing
+from agent.whole.plugin import RESOURCE, SHARED_RESOURCE, PgpuPlugin
+
+
+class WholeWing(Wing):
+    mode: ClassVar[Mode] = Mode.PGPU
+
+    def __init__(self, plugins: Sequence[PgpuPlugin]) -> None:
+        self._plugins = plugins
+
+    @classmethod
+    async def build(cls, node: Node) -> Self:
+        slicing = node.settings.time_slicing
+        resources = [(RESOURCE, True, not slicing.rename)]
+        if slicing.rename:
+            resources.append((SHARED_RESOURCE, False, True))
+        return cls(
+            [
+                PgpuPlugin(
+                    node.snapshot,
+                    node.assignment,
+                    node.holdings,
+                    node.injector,
+                    resource=resource,
+                    whole=whole,
+                    replicas=replicas,
+                    refuse_more_than_one=slicing.refuse_more_than_one,
+                )
+                for resource, whole, replicas in resources
+            ]
+        )
+
+    def plugins(self) -> Sequence[ResourcePlugin]:
+        """`nvidia.com/gpu`, and where slices are renamed a resource of their own for them."""
+        return self._plugins

@@ -1,0 +1,113 @@
+"""Pods whose end is in doubt: their objects are gone, their UIDs are claimed, or nobody knows them."""
+
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+from agent.holdings.record import LAG_SECONDS
+from tests.unit.holdings.record_node import Node
+
+A = "GPU-00000000-0000-0000-0000-00000000000a"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_limits_of_a_pod_whose_object_is_gone_wait_for_the_kubelets_word(
+    node: Node, listed: bool
+) -> None:
+    node.know("u", "trains")
+    node.kubelet.pods = {"trains": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    assert await node.held()
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch._follow_pods)
+        await anyio.wait_all_tasks_blocked()
+        asked = node.watch._allocations.version
+        del node.pods["u"]
+        for event in ("its object goes", "another pod changes"):
+            node.changes.publish(None)
+            await anyio.wait_all_tasks_blocked()
+            now = node.watch.cell.value
+            assert now is not None
+            assert not now.holdings, event
+            assert now.unfinished == {"u"}, event  # its containers run for as long as the tenant chose
+            assert node.watch.gpus_by_pod() == {"u": {A}}, event  # nobody has left a process yet
+        assert node.watch._allocations.version > asked  # and the kubelet is asked soon
+        if not listed:
+            node.kubelet.pods = {}
+        assert bool(await node.held()) == listed
+        for event in ("the kubelet has answered", "another pod changes"):
+            assert node.watch._record.joined.unfinished == ({"u"} if listed else set()), event
+            assert node.watch.gpus_by_pod() == ({"u": {A}} if listed else {}), event
+            node.changes.publish(None)
+            await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+
+
+async def test_a_pod_that_has_finished_leaves_no_doubt(node: Node) -> None:
+    node.know("u", "trains")
+    node.kubelet.pods = {"trains": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    assert await node.held()
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch._follow_pods)
+        await anyio.wait_all_tasks_blocked()
+        node.know("u", "trains", finished=True)
+        await anyio.wait_all_tasks_blocked()
+        assert node.watch._record.joined.unfinished == set()
+        assert node.watch.gpus_by_pod() == {}
+        assert await node.held()  # kubelets before 1.34 list it on
+        assert node.watch._record.joined.unfinished == set()
+        group.cancel_scope.cancel()
+
+
+async def test_what_nobody_knows_ends_when_the_watch_has_shown_everybody(node: Node) -> None:
+    """A pod was deleted while the agent was down; kubelets before 1.34 list a completed Job."""
+    node.know("job", "completed", finished=True)
+    node.kubelet.pods = {"completed": {"main": ""}}
+    node.kubelet.records(("gone", "main", A))
+    nameless = {("pod with UID gone", "main", A)}
+    assert await node.held() == nameless  # it may be the next pod of that name
+    node.heard = time.monotonic() + LAG_SECONDS / 2
+    assert await node.held() == nameless
+    node.kubelet.pods["of a file"] = {"main": ""}
+    node.heard = time.monotonic() + 2 * LAG_SECONDS
+    assert await node.held() == nameless  # of that one the API server may never know
+    del node.kubelet.pods["of a file"]
+    assert await node.held() == set()
+    assert await node.held() == set()
+
+
+async def test_a_uid_that_is_contested_has_not_ended(node: Node) -> None:
+    node.know("u", "train")
+    node.kubelet.pods = {"train": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    assert await node.held()
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch._follow_pods)
+        await anyio.wait_all_tasks_blocked()
+        del node.pods["u"]
+        node.contested = frozenset({"u"})
+        node.know("v", "another", finished=True)  # whose end is published
+        await anyio.wait_all_tasks_blocked()
+        assert node.watch.cell.value is not None
+        assert node.watch.cell.value.ended == {"v"}
+        assert "u" in node.watch.cell.value.unfinished
+        group.cancel_scope.cancel()
+
+
+async def test_a_pod_with_two_uids_hides_nothing(node: Node) -> None:
+    """That of a static pod's object, and that of its cgroups, by which the checkpoint names it."""
+    node.know("object", "static", hides=True)
+    node.pods["u"] = node.pods["object"]
+    node.kubelet.pods = {"static": {"main": ""}}
+    node.kubelet.records(("u", "prepare", A))
+    assert await node.held() == {("static", "prepare", A)}
+    node.kubelet.tear()
+    assert await node.held() == {("static", "prepare", A)}

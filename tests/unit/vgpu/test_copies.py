@@ -1,0 +1,70 @@
+"""After a reboot: limit folders lay in memory, and the kubelet repeats the mounts of before."""
+
+import shutil
+from pathlib import Path
+
+import anyio.to_thread
+import pytest
+
+from agent.vgpu.folders import key_of
+from agent.vgpu.resize import replace_about
+from tests.unit.vgpu.made_up import units
+from tests.unit.vgpu.test_watch import CAP, Node
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def rebooted(node: Node, key: str) -> None:
+    """Leftovers of a runtime that starts the container before the agent: folders where files are missing."""
+    shutil.rmtree(node.root / "run" / "limits")
+    for name in ("limits", "usage"):
+        (node.root / "run" / "limits" / key / name).mkdir(parents=True)
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(each.relative_to(root)) for each in root.rglob("*") if each.is_file())
+
+
+async def test_folders_are_there_again_after_a_reboot(node: Node) -> None:
+    key = await node.admit()
+    isolation = node.isolation
+    about = isolation.containers.value[key].about
+    ids = units(10, 2)
+    await isolation.resize(key, replace_about(about, 2 * CAP, ids))
+    await anyio.to_thread.run_sync(rebooted, node, key)
+    again = Node(node.root)
+    await again.isolation.start()
+    found = again.isolation.containers.value[key]
+    assert (found.memory_bytes, found.about.grown) == (2 * CAP, ids)
+    limits = await anyio.to_thread.run_sync(again.isolation.folders.limits, key)
+    assert limits.memory_bytes == 2 * CAP
+    assert await anyio.to_thread.run_sync(again.isolation.folders.usage, key)
+    assert again.isolation.grown == {about.gpu: frozenset(ids)}
+    # One whose pod has gone meanwhile goes like any other, and its copy with it.
+    again.now = 100.0
+    await again.isolation.tidy()
+    assert not again.isolation.containers.value
+    state, run = node.root / "state" / "limits", node.root / "run" / "limits"
+    assert await anyio.to_thread.run_sync(files, state) == []
+    assert await anyio.to_thread.run_sync(files, run) == []
+
+
+async def test_a_copy_that_is_none_is_removed(node: Node) -> None:
+    key = await node.admit()
+    state = node.root / "state" / "limits"
+
+    def spoil() -> None:
+        rebooted(node, key)
+        copy = (state / f"{key}.json").read_text()
+        (state / f"{key_of(units(20, 1))}.json").write_text(copy)  # of other units
+        (state / f"{key_of(units(30, 1))}.json").write_text("{")
+        (state / f"{key_of(units(40, 1))}.json").write_bytes(b"\xff")
+
+    await anyio.to_thread.run_sync(spoil)
+    again = Node(node.root)
+    await again.isolation.start()
+    assert set(again.isolation.containers.value) == {key}
+    assert await anyio.to_thread.run_sync(files, state) == [f"{key}.json"]

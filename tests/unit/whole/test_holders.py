@@ -1,0 +1,83 @@
+"""Whole GPUs that the kubelet offers although a record says that somebody holds them."""
+
+from time import monotonic
+
+from agent.kubelet.plugin_types import Reason
+from agent.kubelet.podresources import Holding, PodList
+from agent.whole.plugin import RESOURCE
+from tests.unit.whole.test_plugin import Parts
+
+
+async def test_the_record_at_hand_alone_refuses_nobody() -> None:
+    parts = Parts(2)
+    parts.hold("GPU-0")
+    parts.truth = PodList((), ())  # its holder ended a moment ago
+    assert await parts.prefer(("GPU-0", "GPU-1"), 2) == ["GPU-0", "GPU-1"]
+    assert await parts.allocate("GPU-0") == "GPU-0"
+    looks = parts.looks
+    assert await parts.allocate("GPU-1") == "GPU-1"  # no reason to ask anybody
+    assert parts.looks == looks
+    parts.truth = None
+    assert (await parts.refusal("GPU-0")).reason is Reason.UNAVAILABLE
+
+
+async def test_a_gpu_whose_earlier_holder_is_known_to_have_ended_needs_no_reading() -> None:
+    parts = Parts(1)
+    for pod in ("web-0", "web-1", "web-0"):
+        assert await parts.prefer(("GPU-0",), 1) == ["GPU-0"]
+        assert await parts.allocate("GPU-0") == "GPU-0"
+        assert parts.looks == 0
+        # A reading that shows nothing proves nothing: the kubelet may record the grant after it.
+        parts.truth = PodList((), ())
+        await parts.refresh()
+        parts.truth = PodList((Holding("ns", pod, "c", RESOURCE, ("GPU-0",)),), (("ns", pod, "c"),))
+        parts.looks = 0
+        assert await parts.held_by("GPU-0") == (f"ns/{pod}", "c")
+        assert parts.looks == 1
+        await parts.refresh()
+        assert await parts.held_by("GPU-0") == (f"ns/{pod}", "c")
+        parts.truth = PodList((), ())
+        await parts.refresh()
+        parts.looks = 0
+
+
+async def test_a_reading_from_before_a_grant_does_not_count_as_its_holders_end() -> None:
+    parts = Parts(1)
+    parts.hold("GPU-0")
+    before = parts.cell.value
+    parts.truth = PodList((), ())
+    assert await parts.allocate("GPU-0") == "GPU-0"  # the last holder ended a moment ago
+    parts.truth = PodList((Holding("ns", "q", "c", RESOURCE, ("GPU-0",)),), (("ns", "q", "c"),))
+    for late in (before, PodList((), (), began=monotonic())):
+        parts.cell.publish(late)
+        parts.plugin.refresh()
+        assert await parts.held_by("GPU-0") == ("ns/q", "c")
+
+
+async def test_a_pod_that_was_refused_elsewhere_costs_one_reading() -> None:
+    parts = Parts(1)
+    assert await parts.allocate("GPU-0") == "GPU-0"
+    assert await parts.allocate("GPU-0") == "GPU-0"  # the kubelet has never recorded the first
+    assert parts.looks == 1
+    parts.truth = None
+    assert (await parts.refusal("GPU-0")).reason is Reason.UNAVAILABLE
+
+
+async def test_what_init_containers_held_goes_on_to_their_own_pod_alone() -> None:
+    parts = Parts(2)
+    held = Holding("ns", "p", "prepare", RESOURCE, ("GPU-0",), listed=False)
+    parts.truth = PodList((held,), (("ns", "p", "main"),))
+    parts.cell.publish(parts.truth)
+    assert await parts.prefer(("GPU-0", "GPU-1"), 1) == ["GPU-1"]
+    assert await parts.prefer(("GPU-0", "GPU-1"), 1, must=("GPU-0",)) == ["GPU-0"]
+    assert await parts.allocate("GPU-0") == "GPU-0"
+    # The checkpoint may go on naming a pod that has ended, and that nobody knows: the kubelet's offer counts.
+    nameless = Holding("", "pod with UID u", "main", RESOURCE, ("GPU-0",), listed=False)
+    parts.truth = PodList((nameless,), (("ns", "q", "main"),))
+    parts.cell.publish(parts.truth)
+    assert await parts.prefer(("GPU-0",), 1) == ["GPU-0"]
+    assert await parts.allocate("GPU-0") == "GPU-0"
+    # All containers of that pod have what they ask for: the next request is of another pod.
+    main = Holding("ns", "p", "main", RESOURCE, ("GPU-1",))
+    parts.truth = PodList((held, main), (("ns", "p", "main"),))
+    assert await parts.held_by("GPU-0") == ("ns/p", "prepare")
