@@ -8,7 +8,7 @@ from agent.injection.specification import Devices
 from agent.modes.cordon_book import CordonBook
 from agent.modes.mode_metrics import Patching
 from agent.modes.switch_state import Phase, SwitchState
-from agent.node.driver_upgrade import DriverUpgrade, Stage
+from agent.node.driver_upgrade import DriverUpgrade, UpgradeStage
 
 PATCHED = {"status": "node.status", "taint": "the node's taint", "report": "the Node object"}
 
@@ -68,7 +68,7 @@ def cordons(book: CordonBook) -> list[str]:
 
 def driver_upgrade(upgrade: DriverUpgrade) -> list[str]:
     """A driver that is being exchanged."""
-    if upgrade.stage is Stage.NONE:
+    if upgrade.stage is UpgradeStage.NONE:
         return []
     text = (
         f"the GPU operator exchanges the driver of this node (label {upgrade.label}): GPUs "
