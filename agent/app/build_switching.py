@@ -14,7 +14,7 @@ from agent.app.build_node import NodeParts, build_node, start_node
 from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
 from agent.cluster.reach import ClusterAccess
-from agent.holdings.owners import Owners, pods_of_processes
+from agent.holdings.owners import Owners, pods_of_processes, pods_of_strangers
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
@@ -25,7 +25,7 @@ from agent.model.node_layout import Entry
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Desired, ModeCatalog
 from agent.modes.last_request import LastRequest
-from agent.modes.lingering import Lingering
+from agent.modes.lingering import Departed, Lingering
 from agent.modes.mode_metrics import modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
@@ -196,7 +196,13 @@ def _lingering(core: Core) -> Lingering:
             await sweep.over(tuple(uuids), note)
         return found
 
-    return Lingering(record.gpus_by_pod, processes, Owners(Path(core.settings.host.proc)).of, record.cell)
+    proc, snapshot = Path(core.settings.host.proc), core.inventory.snapshot
+
+    def gpus() -> Collection[str]:
+        return tuple(snapshot.value.by_uuid)
+
+    departed = Departed(gpus, partial(pods_of_strangers, proc=proc), record.known_pods)
+    return Lingering(record.gpus_by_pod, processes, Owners(proc).of, record.cell, departed)
 
 
 def _unexplained(core: Core, sampler: Sampler, lingering: Lingering) -> Unexplained:

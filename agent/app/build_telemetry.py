@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -15,8 +15,8 @@ from agent.cluster.reach import ClusterAccess
 from agent.holdings.owners import Owners
 from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError
+from agent.model.pod import Pod
 from agent.nvml.worker_thread import WorkerThread
-from agent.telemetry.attribution import KnownPod
 from agent.telemetry.container_use import ContainerWatch, Uses
 from agent.telemetry.page import MetricsPage
 from agent.telemetry.reading import Sources
@@ -109,21 +109,6 @@ async def _serve(core: Core, https: HttpServer, *, task_status: TaskStatus[int])
     await core.supervisor.fatal("https", partial(https.serve, task_status=task_status))
 
 
-def _known_pods(cache: "PodCache | None") -> Callable[[], Mapping[str, KnownPod]]:
+def _known_pods(cache: "PodCache | None") -> Callable[[], Mapping[str, Pod]]:
     """The pods of this node by the UID in their cgroups; none without the API server."""
-    last: tuple[Any, Mapping[str, KnownPod]] = ({}, {})
-
-    def known() -> Mapping[str, KnownPod]:
-        nonlocal last
-        if cache is None:
-            return {}
-        pods = cache.cgroup_uids().pods
-        if pods is not last[0]:
-            found = {
-                uid: KnownPod(pod.metadata.namespace, pod.metadata.name, pod.container_names, pod.finished)
-                for uid, pod in pods.items()
-            }
-            last = (pods, found)
-        return last[1]
-
-    return known
+    return (lambda: cache.cgroup_uids().pods) if cache else dict

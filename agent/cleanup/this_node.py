@@ -15,7 +15,7 @@ import structlog
 from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.cluster.api import ApiError, KubeApi
 from agent.cluster.pods import PodCache
-from agent.holdings.holdings import HoldingsWatch, holders_by_gpu
+from agent.holdings.holdings import HoldingsWatch
 from agent.injection import specification
 from agent.injection.hook import FOLDER as BIN
 from agent.kit import trees
@@ -85,7 +85,7 @@ async def refuse_holders(settings: Settings, known: PodCache | None) -> frozense
         pods = await record.look(LIST_SECONDS)
     except PodResourcesUnavailable as error:
         raise CleanupFailed(f"who holds MPS shares is not known: {error}") from error
-    holders = [holder for each in holders_by_gpu(pods).values() for holder in each]
+    holders = [holder for each in pods.by_gpu.values() for holder in each]
     held = {holder.pod for holder in holders if holder.mode is Mode.MPS}
     if held:
         raise CleanupRefused(

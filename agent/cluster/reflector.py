@@ -16,6 +16,7 @@ import structlog
 from agent.cluster.api import ApiError, ApiRefused, ApiStatus, ApiUnavailable, KubeApi
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
+from agent.model.metadata import Metadata
 
 log = structlog.get_logger()
 
@@ -28,26 +29,6 @@ LONGEST_RETRY_AFTER_SECONDS = 120.0  # what a server may ask for; more would lea
 LIST_SECONDS = 30.0  # for one page
 PAGE_ITEMS = 500
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
-
-
-class OwnerReference(msgspec.Struct, rename="camel", frozen=True):
-    api_version: str = ""
-    kind: str = ""
-    name: str = ""
-    uid: str = ""
-    controller: bool | None = None
-
-
-class Metadata(msgspec.Struct, rename="camel", frozen=True):
-    name: str = ""
-    namespace: str = ""
-    uid: str = ""
-    resource_version: str = ""
-    labels: dict[str, str] = msgspec.field(default_factory=dict)
-    annotations: dict[str, str] = msgspec.field(default_factory=dict)
-    owner_references: list[OwnerReference] = msgspec.field(default_factory=list)
-    deletion_timestamp: str | None = None
-    deletion_grace_period_seconds: int | None = None
 
 
 class ApiObject(Protocol):

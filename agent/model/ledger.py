@@ -4,16 +4,18 @@ It is no record of its own: reservations are promises that live for seconds, fro
 calls until the record shows the pair.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
 from typing import Self
 
-from agent.model.demand import CORES, Demand, Pod
+from agent.model.demand import CORES, Demand
 from agent.model.free_gpu import FreeGpu
+from agent.model.holding import Holder, Holding, Record
 from agent.model.ids import SEPARATOR
+from agent.model.pod import Pod
 from agent.model.units import ResourcePair
 
 
@@ -24,23 +26,6 @@ class PairMember(Enum):
     @property
     def other(self) -> "PairMember":
         return PairMember.MEMORY if self is PairMember.CORE else PairMember.CORE
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A container by its names."""
-
-    namespace: str
-    pod: str
-    container: str
-
-    @property
-    def pod_key(self) -> tuple[str, str]:
-        """Namespace and name of the pod."""
-        return (self.namespace, self.pod)
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.pod}, container {self.container}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,48 +67,42 @@ class UnitPool:
         return self.core_set if member is PairMember.CORE else self.block_set
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Units of one resource that a container holds."""
-
-    holder: Holder
-    member: PairMember
-    ids: frozenset[str]
-    init: bool = False  # a plain init container's: the kubelet keeps it for the pod, whether it runs or not
-
-
 @dataclass(frozen=True)
-class Holdings:
-    """All that containers hold, with what is often asked of it worked out once."""
+class PairHoldings:
+    """All that containers hold of one pair, with what is often asked of it worked out once."""
 
-    entries: tuple[Held, ...] = ()
+    cores: tuple[Holding, ...] = ()
+    blocks: tuple[Holding, ...] = ()
 
-    def __iter__(self) -> Iterator[Held]:
-        return iter(self.entries)
+    @classmethod
+    def of(cls, pair: ResourcePair, record: Record) -> Self:
+        """That of a record, without pods of unknown names: the kubelet's offer is newer than those."""
+        named = [each for each in record.holdings if each.namespace]
+        cores = tuple(each for each in named if each.resource == pair.core)
+        return cls(cores, tuple(each for each in named if each.resource == pair.memory))
 
     @cached_property
     def ids(self) -> frozenset[str]:
-        return frozenset().union(*(entry.ids for entry in self.entries))
+        return frozenset().union(*(each.id_set for each in (*self.cores, *self.blocks)))
 
     @cached_property
     def by_place(self) -> Mapping[tuple[Holder, PairMember], frozenset[str]]:
         """Units of each member that each container holds."""
-        return {(each.holder, each.member): each.ids for each in self.entries}
+        found = {(each.holder, PairMember.CORE): each.id_set for each in self.cores}
+        return {**found, **{(each.holder, PairMember.MEMORY): each.id_set for each in self.blocks}}
 
     @cached_property
-    def by_pod(self) -> Mapping[tuple[str, str], Sequence[Held]]:
-        """Entries of each pod, by its namespace and name."""
-        found: dict[tuple[str, str], list[Held]] = {}
-        for each in self.entries:
+    def by_pod(self) -> Mapping[tuple[str, str], Sequence[Holding]]:
+        """Those of each pod, by its namespace and name."""
+        found: dict[tuple[str, str], list[Holding]] = {}
+        for each in (*self.cores, *self.blocks):
             found.setdefault(each.holder.pod_key, []).append(each)
         return found
 
     @cached_property
     def large(self) -> tuple[frozenset[str], ...]:
         """Cores of containers that hold as many as a GPU has, or more."""
-        return tuple(
-            each.ids for each in self.entries if each.member is PairMember.CORE and len(each.ids) >= CORES
-        )
+        return tuple(each.id_set for each in self.cores if len(each.ids) >= CORES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +131,7 @@ class Reservation:
         """Whether every member that was asked for is granted."""
         return all(member in self.granted for member in PairMember if self.needs(member))
 
-    def shown(self, held: Holdings) -> bool:
+    def shown(self, held: PairHoldings) -> bool:
         """Whether a record shows all of it."""
         return self.complete and all(
             held.by_place.get((self.holder, member), frozenset()) >= (self.ids(member) or frozenset())
@@ -173,7 +152,7 @@ class Ledger:
     """Stocks, holdings and reservations of one pair of resources on one node."""
 
     pools: Mapping[str, UnitPool] = field(default_factory=lambda: MappingProxyType({}))
-    held: Holdings = Holdings()
+    held: PairHoldings = PairHoldings()
     reservations: tuple[Reservation, ...] = ()
 
     @cached_property
@@ -200,7 +179,7 @@ class Ledger:
     def reservation(self, holder: Holder) -> Reservation | None:
         return next((each for each in self.reservations if each.holder == holder), None)
 
-    def observed(self, held: Holdings, over: Callable[[Reservation], bool]) -> Self:
+    def observed(self, held: PairHoldings, over: Callable[[Reservation], bool]) -> Self:
         """With what the record says now. Promises end that it shows from here on, and those that are over."""
         kept = tuple(each for each in self.reservations if not each.shown(held) and not over(each))
         same = self.held == held

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from agent.model.demand import Demand, Pod, Stage
+from agent.model.demand import Demand
 from agent.model.fragmentation import Free, Mix
 from agent.model.free_gpu import FreeGpu
+from agent.model.pod import Container, Pod, Stage
 
 # Free GPUs by UUID, which of them must be among the chosen, how many are wanted -> the best set.
 WholeChooser = Callable[[Sequence[str], Sequence[str], int], Sequence[str]]
@@ -50,13 +51,13 @@ class Choice:
     hint_ignored: str = ""
 
 
-def places(pod: Pod) -> list[str]:
+def places(containers: Sequence[Container]) -> list[str]:
     """Containers by the number that annotations have for them.
 
     App containers alone come first, as gpu-admission counts them; then init containers, sidecars among them.
     """
-    apps = [each.name for each in pod.containers if each.stage is Stage.APP]
-    return apps + [each.name for each in pod.containers if each.stage is not Stage.APP]
+    apps = [each.name for each in containers if each.stage is Stage.APP]
+    return apps + [each.name for each in containers if each.stage is not Stage.APP]
 
 
 def hint_of(pod: Pod, container: str, node: str = "", tied: Collection[str] = ()) -> Hint | None:
@@ -69,7 +70,7 @@ def hint_of(pod: Pod, container: str, node: str = "", tied: Collection[str] = ()
         return None
     if node and pod.annotations.get(HINT_NODE, node) != node:
         return None
-    names = places(pod)
+    names = places(pod.containers)
     app = any(each.name == container and each.stage is Stage.APP for each in pod.containers)
     heirs = [container] if app else [container, *(each for each in names if each in tied)]
     texts = (pod.annotations.get(f"{HINT}{names.index(each)}", "") for each in heirs)

@@ -4,14 +4,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
-from agent.model.demand import Demand, Impossible, Pod, Stage, init_group_of
+from agent.model.demand import Demand, Impossible, init_group_of
+from agent.model.holding import Holder
 from agent.model.ids import SEPARATOR
-from agent.model.ledger import Holder, Ledger, PairMember, Reservation, UnitPool
+from agent.model.ledger import Ledger, PairHoldings, PairMember, Reservation, UnitPool
 from agent.model.modes import PAIRS
 from agent.model.placement import NoRoom, PlacementPolicy, WholeChooser, hint_of, lowest, place, policy_of
+from agent.model.pod import Pod, Stage
 from agent.model.units import ResourcePair
 from agent.pairing.pod_access import Cause, PairRefused
-from agent.pairing.requester import Asker, PodKey, Records, resource_of
+from agent.pairing.requester import Asker, PodKey, resource_of
 
 NOTHING: frozenset[str] = frozenset()
 PAIRED = frozenset(name for pair in PAIRS.values() for name in (pair.core, pair.memory))
@@ -61,11 +63,16 @@ class PairState:
         )
 
     def observed(
-        self, records: Records, covers: float, pods: Mapping[PodKey, Pod] | None = None
+        self,
+        held: PairHoldings,
+        listed: Collection[PodKey],
+        covers: float,
+        pods: Mapping[PodKey, Pod] | None = None,
     ) -> "PairState":
-        """With what the record says. `covers`: it was read after promises that expire by then were made.
+        """With what a record says of the pair, and the pods that it lists.
 
-        `pods`: those of the node, where they are known.
+        `covers`: it was read after promises that expire by then were made. `pods`: those of the node, where
+        they are known.
         """
         known = pods or {}
 
@@ -75,11 +82,11 @@ class PairState:
             now = known.get(key)
             if now and now.uid == promise.pod.uid and now.finished:
                 return True
-            gone = key not in records.pods or (now is not None and now.uid != promise.pod.uid)
+            gone = key not in listed or (now is not None and now.uid != promise.pod.uid)
             return gone and promise.expires <= covers
 
         refused = self.refused if pods is None else self.refused & {pod.uid for pod in pods.values()}
-        return replace(self, ledger=self.ledger.observed(records.held, over), refused=refused)
+        return replace(self, ledger=self.ledger.observed(held, over), refused=refused)
 
     def without(self, over: Callable[[Reservation], bool]) -> "PairState":
         return replace(self, ledger=self.ledger.without(over))
@@ -201,8 +208,8 @@ class PairRules:
         if held := state.ledger.taken_of(ids, promise.holder, own):
             unit, resource = min(held), resource_of(self.pair, call.member)
             # Its owner reads this: pods of other namespaces are none of theirs.
-            here = promise.pod.namespace
-            holding = [each.holder for each in state.ledger.held if unit in each.ids]
+            here, held_now = promise.pod.namespace, state.ledger.held
+            holding = [each.holder for each in (*held_now.cores, *held_now.blocks) if unit in each.id_set]
             named = (str(one) if one.namespace == here else "another namespace's pod" for one in holding)
             holders = ", ".join(named)
             raise PairRefused(
@@ -227,10 +234,10 @@ class PairRules:
 
     def _own(self, state: PairState, pod: Pod, holder: Holder) -> frozenset[str]:
         """Units that a container has already, and those that plain init containers of its pod left for it."""
-        group = init_group_of(self.pair, pod)
+        group = init_group_of(self.pair, pod.containers)
         inherits = group is not None and holder.container in group.containers
         early = {each.name for each in pod.containers if each.stage is Stage.INIT}
-        entries = [(each.holder, each.ids) for each in state.ledger.held.by_pod.get(pod.key, ())]
+        entries = [(each.holder, each.id_set) for each in state.ledger.held.by_pod.get(pod.key, ())]
         entries += [
             (each.holder, each.ids(member) or NOTHING)
             for each in state.ledger.reservations

@@ -18,12 +18,12 @@ import anyio
 import structlog
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
-from agent.model.demand import Pod
-from agent.model.ledger import Holder, Ledger, PairMember, Reservation, UnitPool
+from agent.model.holding import Holder, Record
+from agent.model.ledger import Ledger, PairMember, Reservation, UnitPool
+from agent.model.pod import Pod
 from agent.pairing.pair_rules import Call, Grant, PairRules, PairState
 from agent.pairing.pod_access import Cause, PairRefused, Recorder
-from agent.pairing.requester import PodKey, Records, resource_of
+from agent.pairing.requester import PodKey, resource_of
 from agent.pairing.resolver import RequesterResolver
 
 log = structlog.get_logger()
@@ -108,13 +108,13 @@ class Pairing:
         """Take in the units that may be given out; called at each change of inventory and modes."""
         self._become(self._state.with_pools(pools))
 
-    def observe(self, record: PodList) -> None:
+    def observe(self, record: Record) -> None:
         """Take in who holds what, by a reading that may be older than the last grant.
 
         One that is older than a call's is passed over: promises that the newer one showed have ended by it.
         """
         if record.began >= self._read:
-            self._take_in(self._resolver.part_of(record))
+            self._take_in(record)
         # A pod may end before any record shows what it was granted.
         self._become(self._state.without(lambda each: each.pod.uid in record.ended))
         if self._continuing.uid in record.ended:
@@ -122,8 +122,8 @@ class Pairing:
         self._forget_late()
 
     async def reconcile(self) -> None:
-        if records := await self._resolver.records():
-            self._take_in(records)
+        if record := await self._resolver.record():
+            self._take_in(record)
 
     async def prefer(
         self, member: PairMember, size: int, available: Collection[str], inherited: Collection[str] = ()
@@ -166,11 +166,11 @@ class Pairing:
         async with self._turn:
             self._forget_late()  # before: what ends meanwhile counts on
             # A promise may have ended before a record showed what came of it.
-            records = await self._resolver.records()
-            if records is None:
+            record = await self._resolver.record()
+            if record is None:
                 text = "nobody can say who holds what now: the kubelet does not answer"
                 raise PairRefused(f"no units of GPU {gpu} can be added: {text}", Cause.UNAVAILABLE)
-            self._take_in(records)
+            self._take_in(record)
             free = self.ledger.free_units(gpu, member)
             if len(free) < count:
                 raise PairRefused(
@@ -217,19 +217,20 @@ class Pairing:
             refused,
             lambda: not self._turn.statistics().tasks_waiting,
         )
-        if facts.records is not None:
-            self._take_in(facts.records, facts.pods)
+        if facts.record is not None:
+            self._take_in(facts.record, facts.pods)
         promise, hint_ignored = self.rules.promise(self._state, replace(call, now=self._clock()), asker)
         if hint_ignored:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
         return promise
 
-    def _take_in(self, records: Records, pods: Mapping[PodKey, Pod] | None = None) -> None:
-        self._read = max(self._read, records.began)
+    def _take_in(self, record: Record, pods: Mapping[PodKey, Pod] | None = None) -> None:
+        self._read = max(self._read, record.began)
         # When promises expire at the latest that were made before the reading began.
-        covers = records.began + self.rules.reservation_seconds
-        self._become(self._state.observed(records, covers, pods))
-        if self._continuing.until <= covers and self._continuing.pod not in records.pods:
+        covers = record.began + self.rules.reservation_seconds
+        held = self._resolver.held(record)
+        self._become(self._state.observed(held, record.pods, covers, pods))
+        if self._continuing.until <= covers and self._continuing.pod not in record.pods:
             self._continue_nowhere()
 
     def _report(self, member: PairMember, grant: Grant) -> None:

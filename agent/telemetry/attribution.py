@@ -9,11 +9,12 @@ drivers may put down to the server: then the server's use is shared out among it
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
 from agent.model.cgroup import ContainerRef
+from agent.model.pod import Pod
 from agent.nvml.port import Sample
 from agent.telemetry.shares import ContainerShare
 
@@ -24,21 +25,6 @@ class Attribution(Enum):
     MEASURED = "measured"
     ESTIMATED = "estimated"
     ALLOCATED = "allocated"
-
-
-@dataclass(frozen=True, slots=True)
-class KnownPod:
-    """A pod as the API server shows it; `containers` are names by container ID (without its scheme)."""
-
-    namespace: str
-    name: str
-    containers: Mapping[str, str] = field(default_factory=dict)
-    finished: bool = False
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Namespace and name."""
-        return (self.namespace, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +54,7 @@ class Attributed:
     unknown_memory: int = 0  # of processes that cannot be attributed
 
 
-NO_PODS: Mapping[str, KnownPod] = MappingProxyType({})
+NO_PODS: Mapping[str, Pod] = MappingProxyType({})
 
 
 def attribute(
@@ -76,7 +62,7 @@ def attribute(
     sample: Sample | None,
     work: Mapping[int, float] | None,
     owners: Mapping[int, ContainerRef | None],
-    pods: Mapping[str, KnownPod] = NO_PODS,
+    pods: Mapping[str, Pod] = NO_PODS,
 ) -> Attributed:
     """Divide the use of one GPU among its shares.
 
@@ -110,7 +96,7 @@ class _Split:
         self,
         shares: Sequence[ContainerShare],
         owners: Mapping[int, ContainerRef | None],
-        pods: Mapping[str, KnownPod],
+        pods: Mapping[str, Pod],
     ) -> None:
         self.shares = shares
         self.processes: list[list[int]] = [[] for _ in shares]
@@ -141,7 +127,7 @@ class _Split:
         pod = self._pods.get(ref.pod_uid)
         if pod is not None:
             candidates = self._of_pod.get(pod.key, [])
-            name = pod.containers.get(ref.container_id)
+            name = pod.container_names.get(ref.container_id)
             if name is not None:
                 candidates = [n for n in candidates if self.shares[n].container == name]
         else:

@@ -11,14 +11,15 @@ import anyio.to_thread
 from agent.holdings.owners import Owners
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 from agent.model.modes import Mode
-from agent.telemetry.attribution import NO_PODS, Attribution, KnownPod, Use, attribute
+from agent.model.pod import Pod
+from agent.telemetry.attribution import NO_PODS, Attribution, Use, attribute
 from agent.telemetry.sampler import Samples, TakenSample
 from agent.telemetry.shares import ContainerShare, by_gpu, shares_of
 from agent.telemetry.window import Span, Window
 
-Pods = Callable[[], Mapping[str, KnownPod]]
+Pods = Callable[[], Mapping[str, Pod]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class ContainerWatch:
         self,
         snapshot: Cell[Snapshot],
         samples: Cell[Samples],
-        holdings: Cell[PodList | None],
+        holdings: Cell[Record | None],
         owners: Owners,
         pods: Pods = lambda: NO_PODS,
         window_seconds: float = 60.0,
@@ -65,7 +66,7 @@ class ContainerWatch:
         self._window = window_seconds
         self._windows: dict[tuple[str, str, str, str], tuple[_GradedWindow, _GradedWindow]] = {}
         # Device IDs are taken apart only when the records changed: there may be thousands.
-        self._read: tuple[PodList | None, Snapshot | None] = (None, None)
+        self._read: tuple[Record | None, Snapshot | None] = (None, None)
         self._shares: tuple[ContainerShare, ...] = ()
         self.uses: Cell[Uses] = Cell(Uses())
 
@@ -87,10 +88,10 @@ class ContainerWatch:
 
     def _work_out(
         self,
-        holdings: PodList | None,
+        holdings: Record | None,
         snapshot: Snapshot,
         samples: Samples,
-        pods: Mapping[str, KnownPod],
+        pods: Mapping[str, Pod],
         now: float,
     ) -> Uses:
         if self._read[0] is not holdings or self._read[1] is not snapshot:

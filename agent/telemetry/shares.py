@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from agent.kubelet.podresources import PodList
 from agent.model.demand import CORES
 from agent.model.gpu import Gpu
+from agent.model.holding import Record
 from agent.model.ids import BadDeviceId, parse
 from agent.model.modes import MODE_OF_UNIT, PAIRS, Mode
 
@@ -43,7 +43,7 @@ class _Units:
     memory: int = 0
 
 
-def shares_of(pods: PodList, gpus: Mapping[str, Gpu]) -> tuple[ContainerShare, ...]:
+def shares_of(pods: Record, gpus: Mapping[str, Gpu]) -> tuple[ContainerShare, ...]:
     """Every share of the GPUs that are known, by UUID. Resources of other plugins are passed over."""
     found: dict[tuple[str, str, str, str], _Units] = {}
     for holding in pods.holdings:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import PodDemand, pod_demand
-from agent.model.demand import CORES, VGPU, Container, Pod
+from agent.model.demand import CORES, VGPU
 from agent.model.fragmentation import USUAL
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import PlacementPolicy
+from agent.model.pod import Container
+from tests.pods import a_pod
 
 MEMORY_MIB = 80 << 10
 BLOCKS = VGPU.blocks(MEMORY_MIB << 20)
@@ -45,7 +47,7 @@ def demand(size: int) -> PodDemand:
     limits = {VGPU.core: size}
     if size < CORES:
         limits[VGPU.memory] = size * BLOCKS // CORES
-    return pod_demand(Pod("default", "pod", (Container("main", limits),)))
+    return pod_demand(a_pod("default", "pod", (Container("main", limits),)))
 
 
 def arrivals(hundredths: int, seed: int) -> Iterator[int]:

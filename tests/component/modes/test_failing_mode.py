@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import anyio
 
@@ -128,7 +128,7 @@ async def failing() -> AsyncIterator[FailingNode]:
         Cell(snapshot_of(*GPUS)),
         desired,
         world.assignment,
-        Kubelet(),
+        cast("Any", Kubelet()),
         FollowedLists(world),
         announcer=world.withdrawals,
         wings={Mode.MPS: daemon},

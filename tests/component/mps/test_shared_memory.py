@@ -16,7 +16,7 @@ import pytest
 
 from agent.cleanup import this_node
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 from agent.mps import launch, shared_memory
 from agent.mps import shm_sweep as sweep_module
 from agent.mps.binary import Program
@@ -265,7 +265,7 @@ async def test_running_daemons_are_kept_up(
     await anyio.to_thread.run_sync(folders.make)
     await anyio.to_thread.run_sync(started_by_hand, newest, folders)
     manager = manager_of(run_folder, newest, Modes())
-    upkeep = Upkeep(manager, run_folder, 2 * OPTIONS.shared_memory, Cell(PodList((), ())))
+    upkeep = Upkeep(manager, run_folder, 2 * OPTIONS.shared_memory, Cell(Record((), ())))
     async with running(manager):
         await manager.set_up(one)
         before = manager.status(one.uuid)

@@ -8,10 +8,11 @@ import anyio
 import pytest
 
 from agent.app.build_telemetry import _known_pods
-from agent.cluster.pods import Container, ContainerStatus, Pod, PodCache, PodSpec, PodStatus
-from agent.cluster.reflector import Metadata, OwnerReference
+from agent.cluster.pods import PodCache
 from agent.model.cgroup import ContainerRef
+from agent.model.metadata import Metadata, OwnerReference
 from agent.model.modes import Mode
+from agent.model.pod import ContainerSpec, ContainerStatus, Pod, PodSpec, PodStatus
 from agent.mps.pods import pod_facts
 from agent.nvml.port import GpuProcess, Sample
 from agent.pairing.cluster_pods import ClusterPods
@@ -29,7 +30,7 @@ def _forger(owners: list[OwnerReference], **metadata: Any) -> Pod:
     both = {"kubernetes.io/config.hash": VICTIM, "kubernetes.io/config.mirror": VICTIM}
     return Pod(
         Metadata("sleep", "team-b", FORGER, annotations=both, owner_references=owners, **metadata),
-        PodSpec([Container("main")], node_name="node"),
+        PodSpec([ContainerSpec("main")], node_name="node"),
         PodStatus("Running"),
     )
 
@@ -38,7 +39,7 @@ def _pods(forger: Pod) -> PodCache:
     cache = PodCache(None, "node", lambda: "node-uid")  # type: ignore[arg-type]
     victim = Pod(
         Metadata("training", "team-a", VICTIM),
-        PodSpec([Container("main")], node_name="node"),
+        PodSpec([ContainerSpec("main")], node_name="node"),
         PodStatus("Running", container_statuses=[ContainerStatus("main", f"containerd://{ID}")]),
     )
     # Whichever comes last would win, were they taken as they come.

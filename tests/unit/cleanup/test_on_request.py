@@ -28,7 +28,7 @@ from agent.cleanup.request import (
 )
 from agent.cluster.api import ApiUnavailable, KubeApi
 from agent.cluster.node import Node, NodeObject
-from agent.cluster.reflector import Metadata
+from agent.model.metadata import Metadata
 from agent.settings import Settings
 
 NOBODY: Any = None  # Obstacles have the pods

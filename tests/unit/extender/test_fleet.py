@@ -5,10 +5,12 @@ import pytest
 from agent.extender.fleet import UNKNOWN_NODE, BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import WHOLE_GPU, Chosen, PodDemand, pod_demand
-from agent.model.demand import MPS, VGPU, Container, Pod
+from agent.model.demand import MPS, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import PlacementPolicy
+from agent.model.pod import Container
+from tests.pods import a_pod
 
 BLOCKS = 320
 
@@ -23,12 +25,12 @@ def asks(*shares: tuple[int, int], **whole: int) -> PodDemand:
     containers = [Container(f"c{n}", {VGPU.core: c, VGPU.memory: b}) for n, (c, b) in enumerate(shares)]
     if whole:
         containers.append(Container("whole", {WHOLE_GPU: whole["gpus"]}))
-    return pod_demand(Pod("default", "pod", tuple(containers)))
+    return pod_demand(a_pod("default", "pod", tuple(containers)))
 
 
 def mps(*shares: tuple[int, int]) -> PodDemand:
     containers = [Container(f"c{n}", {MPS.core: c, MPS.memory: b}) for n, (c, b) in enumerate(shares)]
-    return pod_demand(Pod("default", "pod", tuple(containers)))
+    return pod_demand(a_pod("default", "pod", tuple(containers)))
 
 
 def fleet(inventory: NodeInventory) -> Fleet:
@@ -222,7 +224,7 @@ def test_time_slices_by_another_name_are_for_those_who_ask_for_it() -> None:
     plain = asks(gpus=1)
     assert made.verdict("n", plain) == "its GPUs are offered as nvidia.com/gpu.shared"
     assert made.pick("n", plain, PlacementPolicy.BINPACK) is None
-    shared = pod_demand(Pod("default", "pod", (Container("main", {"nvidia.com/gpu.shared": 1}),)))
+    shared = pod_demand(a_pod("default", "pod", (Container("main", {"nvidia.com/gpu.shared": 1}),)))
     assert made.verdict("n", shared) == ""
     for uid in ("a", "b"):
         bound(made, uid, shared, None)

@@ -12,11 +12,13 @@ from agent.extender.free_capacity import PodClaim
 from agent.extender.packing import NODE_STEPS, SearchWork
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.extender.verdicts import NOT_REACHED, REQUEST_STEPS, Verdicts
-from agent.model.demand import CORES, VGPU, Container, Pod
+from agent.model.demand import CORES, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import PlacementPolicy
+from agent.model.pod import Container
 from tests.bench import arrivals
+from tests.pods import a_pod
 
 BLOCKS = 320
 Share = tuple[int, int]
@@ -24,7 +26,7 @@ Share = tuple[int, int]
 
 def asks(shares: Sequence[Share]) -> PodDemand:
     containers = (Container(f"c{n}", {VGPU.core: c, VGPU.memory: b}) for n, (c, b) in enumerate(shares))
-    return pod_demand(Pod("ns", "p", tuple(containers)))
+    return pod_demand(a_pod("ns", "p", tuple(containers)))
 
 
 def node(held: Sequence[Share]) -> Fleet:

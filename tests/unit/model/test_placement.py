@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.model.demand import VGPU, Container, Demand, Pod, Stage
+from agent.model.demand import VGPU, Demand
 from agent.model.free_gpu import FreeGpu
 from agent.model.placement import (
     Choice,
@@ -17,6 +17,8 @@ from agent.model.placement import (
     place,
     policy_of,
 )
+from agent.model.pod import Container, Pod, Stage
+from tests.pods import a_pod
 
 BLOCKS = 40
 
@@ -125,7 +127,7 @@ def test_every_policy_finds_room_exactly_where_there_is_some(
 
 def pod(**annotations: str) -> Pod:
     named = {key.replace("_", "-"): value for key, value in annotations.items()}
-    return Pod(
+    return a_pod(
         "d",
         "p",
         (
@@ -159,9 +161,9 @@ def test_hints_that_are_used_up_foreign_or_broken_do_not_count(annotations: dict
 
 
 def test_a_pod_names_its_own_policy() -> None:
-    asking = Pod("d", "p", (), annotations={"gpu-node-agent.io/placement": "spread"})
+    asking = a_pod("d", "p", (), annotations={"gpu-node-agent.io/placement": "spread"})
     assert policy_of(asking, PlacementPolicy.BINPACK) is PlacementPolicy.SPREAD
-    odd = Pod("d", "p", (), annotations={"gpu-node-agent.io/placement": "random"})
+    odd = a_pod("d", "p", (), annotations={"gpu-node-agent.io/placement": "random"})
     assert policy_of(odd, PlacementPolicy.FRAGMENTATION) is PlacementPolicy.FRAGMENTATION
     assert policy_of(None, PlacementPolicy.SPREAD) is PlacementPolicy.SPREAD
 
@@ -169,7 +171,7 @@ def test_a_pod_names_its_own_policy() -> None:
 def test_an_init_container_goes_where_its_heir_is_to_go() -> None:
     init = Container("i", {VGPU.core: 10, VGPU.memory: 4}, Stage.INIT)
     heir = Container("a", {VGPU.core: 10, VGPU.memory: 4})
-    pod = Pod(
+    pod = a_pod(
         "ns", "p", (init, Container("none"), heir), annotations={"tencent.com/predicate-gpu-idx-1": "3"}
     )
     assert hint_of(pod, "i", tied={"i", "a"}) == Hint((3,))
@@ -178,5 +180,5 @@ def test_an_init_container_goes_where_its_heir_is_to_go() -> None:
 
 
 def test_an_index_of_thousands_of_digits_is_no_choice() -> None:
-    pod = Pod("ns", "p", (Container("a"),), annotations={"tencent.com/predicate-gpu-idx-0": "9" * 5000})
+    pod = a_pod("ns", "p", (Container("a"),), annotations={"tencent.com/predicate-gpu-idx-0": "9" * 5000})
     assert hint_of(pod, "a") is None

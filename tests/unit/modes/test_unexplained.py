@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -39,7 +40,7 @@ class Host:
         self.lingering = Lingering(self.gpus_by_pod, self.listed, lambda _pids: {}, self.kubelet.cell)
         self.switch = Cell(STARTING)
         self.unexplained = Unexplained(
-            self, self.processes, self.owners, self.switch, self.lingering, strict=strict
+            cast("Any", self), self.processes, self.owners, self.switch, self.lingering, strict=strict
         )
 
     @property

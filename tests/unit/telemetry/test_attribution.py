@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.cgroup import ContainerRef
 from agent.model.gpu import Gpu
+from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
+from agent.model.pod import Pod
 from agent.nvml.port import GpuProcess, Sample
-from agent.telemetry.attribution import Attributed, Attribution, KnownPod, attribute
+from agent.telemetry.attribution import Attributed, Attribution, attribute
 from agent.telemetry.shares import ContainerShare, shares_of
+from tests.pods import seen
 
 GIB = 1 << 30
 UUID = "GPU-0"
@@ -29,9 +31,9 @@ def ref(pod: str, container: str = "main") -> ContainerRef:
     return ContainerRef(f"uid-{pod}", f"{pod}-{container}")
 
 
-def known(*pods: str, containers: tuple[str, ...] = ("main",)) -> Mapping[str, KnownPod]:
+def known(*pods: str, containers: tuple[str, ...] = ("main",)) -> Mapping[str, Pod]:
     return {
-        f"uid-{pod}": KnownPod("default", pod, {f"{pod}-{name}": name for name in containers}) for pod in pods
+        f"uid-{pod}": seen("default", pod, {f"{pod}-{name}": name for name in containers}) for pod in pods
     }
 
 
@@ -158,5 +160,5 @@ def test_shares_from_the_kubelets_records(resource_ids: tuple[str, ...], expecte
         Holding("default", "p", "main", "any", resource_ids),
         Holding("default", "q", "main", "other.io/fpga", ("fpga-1", "GPU-elsewhere")),
     )
-    (found,) = shares_of(PodList(holdings, ()), {UUID: GPU})
+    (found,) = shares_of(Record(holdings, ()), {UUID: GPU})
     assert (found.mode, found.core_limit, found.memory_limit) == expected

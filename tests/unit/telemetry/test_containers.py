@@ -10,16 +10,17 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from agent.holdings.owners import Owners, ProcessUnreadable, container_of_process
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind
 from agent.telemetry import definitions as d
-from agent.telemetry.attribution import Attribution, KnownPod, Use
+from agent.telemetry.attribution import Attribution, Use
 from agent.telemetry.container_metrics import COMPATIBLE, compatible_series, container_series
 from agent.telemetry.container_use import ContainerUse, ContainerWatch, Uses, above_limit
 from agent.telemetry.rendering import written
 from agent.telemetry.shares import ContainerShare
 from agent.telemetry.window import Span
+from tests.pods import seen
 from tests.unit.telemetry.agents import Parts
 from tests.unit.telemetry.pages import OPENMETRICS, page, value
 from tests.unit.telemetry.test_sampler import rounds, running
@@ -39,10 +40,10 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.parts = Parts("dgx-h200")
         self.uuids = self.parts.scan()
-        self.pods = {UID: KnownPod("team", "train", {CONTAINER: "main"})}
+        self.pods = {UID: seen("team", "train", {CONTAINER: "main"})}
         ids = (*(f"{self.uuids[0]}::sc{n}" for n in range(25)), f"{self.uuids[0]}::sm1")
-        self.holdings: Cell[PodList | None] = Cell(
-            PodList((Holding("team", "train", "main", "nvidia.com/mps-core", ids),), ())
+        self.holdings: Cell[Record | None] = Cell(
+            Record((Holding("team", "train", "main", "nvidia.com/mps-core", ids),), ())
         )
         self.watch = ContainerWatch(
             self.parts.inventory.snapshot,
@@ -98,14 +99,14 @@ async def test_figures_from_the_records_on_and_gone_with_them(tmp_path: Path) ->
     assert value(text, "gpu_agent_container_memory_used_bytes", **graded) == 0
     assert value(text, "gpu_agent_container_memory_used_max_bytes", **graded) == 600 * MIB
 
-    node.holdings.publish(PodList((), ()))
+    node.holdings.publish(Record((), ()))
     await node.look()
     assert "gpu_agent_container_memory_used_bytes{" not in await page(node.parts.sources)
 
 
 async def test_pods_that_finished_hold_nothing_whatever_old_kubelets_list(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    node.pods = {UID: KnownPod("team", "train", {}, finished=True)}
+    node.pods = {UID: seen("team", "train", {}, finished=True)}
     await node.look()
     assert node.watch.uses.value.containers == ()
 

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 from agent.kubelet.plugin_types import Allocation, Reason, Refused
-from agent.kubelet.podresources import Holding
+from agent.model.holding import Holding
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.settings import HostSettings, Modes, Settings
