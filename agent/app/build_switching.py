@@ -1,15 +1,12 @@
 """Builds the switching of modes: the request, the resources, the switcher, and the writers of its outcome."""
 
-import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import anyio
 
-from agent.app import degradations
 from agent.app.build_node import NodeParts, build_node, start_node
 from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
@@ -20,13 +17,11 @@ from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.growth import Growth
-from agent.model.modes import OFFERED_MODES, Assignment, Mode
-from agent.model.node_layout import Entry
+from agent.model.modes import Assignment, Mode
 from agent.modes.cordon_book import CordonBook
-from agent.modes.desired import Desired, ModeCatalog
+from agent.modes.desired import Desired, catalog_of
 from agent.modes.last_request import LastRequest
 from agent.modes.lingering import Lingering
-from agent.modes.mode_metrics import modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
@@ -34,9 +29,7 @@ from agent.modes.unexplained import Unexplained
 from agent.modes.wing import Wing
 from agent.node import inventory_annotation
 from agent.node.driver_upgrade import DriverUpgrade
-from agent.nvml.nvml_errors import NvmlError, NvmlHung
-from agent.nvml.port import Sample, SampleRequest
-from agent.nvml.sweep import Sweep
+from agent.nvml.processes import ProcessSweep
 from agent.settings import Settings
 from agent.telemetry.sampler import Sampler
 
@@ -73,7 +66,6 @@ async def build_request(settings: Settings) -> Request:
 async def build_switching(
     core: Core,
     tasks: Tasks,
-    cluster: ClusterAccess | None,
     monitor: GpuMonitor,
     request: Request,
     wings: Mapping[Mode, Wing],
@@ -83,6 +75,7 @@ async def build_switching(
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
+    cluster = core.cluster
     own = _own_node(cluster) if cluster else None
     most = settings.mps.most_clients
 
@@ -105,7 +98,9 @@ async def build_switching(
     follows_upgrades = own is not None and settings.driver.release_for_upgrades
     in_force = Cell(cordons.cell.value) if follows_upgrades else cordons.cell
 
-    lingering = _lingering(core)
+    owners = Owners(Path(settings.host.proc)).of
+    pids = ProcessSweep(core.nvml, core.calls).pids
+    lingering = Lingering(core.holdings.gpus_by_pod, pids, owners, core.holdings.cell)
     tasks.start("processes that stay", lingering.run)
     unexplained = _unexplained(core, sampler, lingering)
     tasks.start("processes of others", unexplained.run)
@@ -128,16 +123,6 @@ async def build_switching(
     upgrade = None
     if own and follows_upgrades:
         upgrade = DriverUpgrade(own, monitor, snapshot, switcher.state, cordons.cell, in_force)
-    writers = node.writers if node else {}
-    core.collectors.append(
-        partial(modes_collector, switcher.state, lambda: switcher.switches, writers, unexplained)
-    )
-    readiness.degradations += [
-        lambda: degradations.writers(cluster, writers) if cluster else [],
-        lambda: degradations.cordons(cordons),
-        lambda: degradations.driver_upgrade(upgrade) if upgrade else [],
-        lambda: degradations.mode(switcher.state.value),
-    ]
     return Switching(switcher, unexplained, cordons, resources, own, node, upgrade)
 
 
@@ -163,40 +148,6 @@ async def start_switching(
     tasks.start("mode memory", request.memory.follow, parts.switcher.accepted)
     if parts.node:
         start_node(parts.node, core, tasks, parts.resources, parts.switcher.assignment, grown)
-
-
-def catalog_of(settings: Settings) -> ModeCatalog:
-    """The modes that may be requested under a configuration."""
-    allowed = settings.modes
-    modes = [mode for mode in OFFERED_MODES if getattr(allowed, mode.value)]
-    layouts = {
-        name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
-        for name, entries in settings.layouts.items()
-    }
-    return ModeCatalog(layouts, tuple(modes), settings.default_mode)
-
-
-def _lingering(core: Core) -> Lingering:
-    nvml, record = core.nvml, core.holdings
-
-    def read(uuid: str) -> Sample:
-        return nvml.sample(uuid, SampleRequest(time.time_ns() // 1000, counters=False))
-
-    sweep = Sweep[str, Sample](core.calls, read)
-
-    async def processes(uuids: Collection[str]) -> Mapping[str, Collection[int]]:
-        found: dict[str, Collection[int]] = {}
-
-        def note(uuid: str, outcome: Sample | NvmlError) -> bool:
-            if isinstance(outcome, Sample) and outcome.processes is not None:
-                found[uuid] = [each.pid for each in outcome.processes]
-            return True
-
-        with suppress(NvmlHung):
-            await sweep.over(tuple(uuids), note)
-        return found
-
-    return Lingering(record.gpus_by_pod, processes, Owners(Path(core.settings.host.proc)).of, record.cell)
 
 
 def _unexplained(core: Core, sampler: Sampler, lingering: Lingering) -> Unexplained:
