@@ -50,15 +50,13 @@ def look_at_machine(nvml: NvmlPort) -> Machine:
 
 def look_at_modes(settings: Settings, machine: Machine) -> Iterator[Look]:
     """The findings on MIG, mode vgpu and mode mps for these GPUs. Blocks on files."""
-    if machine.driver is None or not machine.gpus:
-        return
     if mig := [str(gpu.index) for gpu in machine.gpus if gpu.mig_enabled]:
         yield Look.warning(
             "MIG",
             f"on for GPU {', '.join(mig)}: such a GPU is not offered; nvidia-smi -i <index> -mig 0 ends it",
         )
     vgpu_hooked = settings.modes.vgpu and hooked(settings.vgpu.enforcement, settings.vgpu.library)
-    if vgpu_hooked and (warning := vgpu_warning(machine.driver)):
+    if vgpu_hooked and machine.driver and machine.gpus and (warning := vgpu_warning(machine.driver)):
         yield Look.warning("mode vgpu", warning)
     found = wing.Machine(machine.driver, machine.gpus, Path(settings.host.state))
     yield from MpsWing.checks(settings, found)

@@ -10,6 +10,7 @@ from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.free_gpu import FreeGpu
 from agent.model.modes import PAIRS
+from agent.model.node_inventory import NodeInventory
 from agent.model.placement import Policy, order, unusable
 from agent.model.topology import Topology
 
@@ -47,15 +48,19 @@ def pick(
 
 
 def judge(
-    free: FreeCapacity, demand: PodDemand, topology: Topology, work: SearchWork, alike: dict[Summary, str]
+    free: FreeCapacity,
+    demand: PodDemand,
+    inventory: NodeInventory,
+    work: SearchWork,
+    alike: dict[Summary, str],
 ) -> str:
     """Why a demand does not fit; empty: it fits. `alike`: what was found for this demand so far."""
     summary = free.summary if len(demand.slots) == 1 and not demand.gpus else None
     if summary is None:
-        return refusal(free, demand, topology, work)
+        return refusal(free, demand, inventory, work)
     found = alike.get(summary)
     if found is None:
-        found = refusal(free, demand, topology, work)
+        found = refusal(free, demand, inventory, work)
         if _is_decided_by_widest(free.modes[0], demand.slots[0]):
             alike[summary] = found
     return found
@@ -93,12 +98,12 @@ def _worth(free: FreeCapacity, after: After, policy: Policy, mix: Mix) -> Worth:
     return (left, node)
 
 
-def refusal(free: FreeCapacity, demand: PodDemand, topology: Topology, work: SearchWork) -> str:
+def refusal(free: FreeCapacity, demand: PodDemand, inventory: NodeInventory, work: SearchWork) -> str:
     """Why a demand fits no choice of GPUs, in a few words; empty: it fits."""
     if demand.gpus > free.units:
         return f"{free.units} of {demand.gpus} GPUs free" if free.all_units else "no GPU offered as pgpu"
     slots = demand.slots
-    if len(slots) > 1 and pack(free, slots, topology, fullest_first, work) is not None:
+    if len(slots) > 1 and pack(free, slots, inventory.topology, fullest_first, work) is not None:
         return ""
     former = None
     for slot in slots:

@@ -146,7 +146,7 @@ def _fits_without(
     inventory: NodeInventory, claims: Mapping[str, PodClaim], going: Collection[str], demand: PodDemand
 ) -> bool:
     staying = (claim for uid, claim in claims.items() if uid not in going)
-    return not refusal(free_capacity(inventory, staying), demand, inventory.topology, SearchWork())
+    return not refusal(free_capacity(inventory, staying), demand, inventory, SearchWork())
 
 
 def _size(claim: PodClaim) -> tuple[int, str]:

@@ -198,9 +198,7 @@ class Fleet:
             return self.verdict_by_totals(name, demand)
         if demand.gpus and (reason := self._other_name(name, demand)):
             return reason
-        return judge(
-            self.free(name), demand, inventory.topology, work or SearchWork(), {} if alike is None else alike
-        )
+        return judge(self.free(name), demand, inventory, work or SearchWork(), {} if alike is None else alike)
 
     def pick(
         self, name: str, demand: PodDemand, policy: Policy, work: SearchWork | None = None

@@ -1,8 +1,9 @@
 """Which replica serves: a Lease of the API server, held as other Kubernetes components hold theirs.
 
 After client-go's leader election: clocks are never compared, a foreign lease is taken over when it has not
-changed for its duration by the own clock. Every write carries the version that was read. The
-Service finds the leader by a label on its pod, while all replicas are Ready: if the others were not,
+changed for its duration by the own clock. Every write carries the version that was read.
+
+The Service finds the leader by a label on its pod, while all replicas are Ready: if the others were not,
 `helm --wait`, rolling updates and PodDisruptionBudgets would wait without end.
 """
 

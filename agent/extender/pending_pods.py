@@ -272,7 +272,7 @@ def _would_fit_when_empty(inventories: Iterable[NodeInventory], demand: PodDeman
             continue
         tried.add(kind)
         empty = replace(inventory, gpus=gpus)
-        if not refusal(free_capacity(empty, ()), demand, empty.topology, SearchWork()):
+        if not refusal(free_capacity(empty, ()), demand, empty, SearchWork()):
             return True
     return False
 

@@ -98,7 +98,7 @@ class Kubectl:
             return output.read().decode(errors="replace")
 
     def _heard(self, process: subprocess.Popen[bytes], command: str) -> str:
-        """The text on its standard error until its end. Raises KubectlFailed if that does not come.
+        """Its standard error until it ends, less what was passed on. Raises KubectlFailed if it does not end.
 
         What stands there while kubectl goes on is a question of a login, or a page to open: it is passed on.
         What comes just before the end is an error, which the caller says in its own words.
@@ -123,7 +123,8 @@ class Kubectl:
                 part = os.read(process.stderr.fileno(), 1 << 16)
                 fresh = now if len(said) == shown else fresh
                 said, open_ = said + part, bool(part)
-        return said.decode(errors="replace")
+        rest = said[shown:].strip()
+        return (rest or said).decode(errors="replace")
 
     def namespace(self) -> str:
         """The namespace of the context, from the kubeconfig alone."""

@@ -26,9 +26,12 @@ PAIRS = {
 RESOURCES = {*WHOLE, *(name for pair in PAIRS.values() for name in pair)}
 UNFINISHED = quote("status.phase!=Succeeded,status.phase!=Failed", safe="")
 UNBOUND = quote("spec.nodeName=,status.phase=Pending", safe="")
-# Whole numbers, as the API server writes them: 1000 as 1k.
-QUANTITY = re.compile(r"([0-9]{1,18})([kMG]|[KMG]i)?")
-FACTORS = {None: 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+# Whole numbers in the short form of the API server, which keeps an exponent: 1000 as 1k, 1e3 as 1e3.
+QUANTITY = re.compile(r"([0-9]{1,18})(?:[eE]\+?([0-9]{1,2})|([kMGTPE]|[KMGTPE]i))?")
+FACTORS = {
+    **{suffix: 1000**power for power, suffix in enumerate("kMGTPE", 1)},
+    **{f"{suffix}i": 1024**power for power, suffix in enumerate("KMGTPE", 1)},
+}
 # namespace/name of a pod in a sentence; domains and paths are none.
 POD_NAME = re.compile(r"(?<![\w./-])([a-z0-9](?:[-a-z0-9]*[a-z0-9])?/[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?)")
 
@@ -195,7 +198,11 @@ def limits_of(container: Document) -> dict[str, int]:
     """The agent's resources that a container asks for."""
     limits = container.get("resources", {}).get("limits") or {}
     found = {name: QUANTITY.fullmatch(str(limits.get(name, ""))) for name in RESOURCES}
-    return {name: int(each[1]) * FACTORS[each[2]] for name, each in found.items() if each}
+    return {
+        name: int(each[1]) * 10 ** int(each[2] or 0) * FACTORS.get(each[3], 1)
+        for name, each in found.items()
+        if each
+    }
 
 
 def asks(pod: Document) -> bool:

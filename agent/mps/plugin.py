@@ -18,7 +18,6 @@ from agent.model.gpu import Gpu
 from agent.model.ids import BadDeviceId, parse
 from agent.model.ledger import Holder, PairMember
 from agent.model.modes import Mode
-from agent.model.mount import Mount
 from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
 from agent.modes.wing import Node
 from agent.mps import shares_cdi
@@ -26,9 +25,6 @@ from agent.mps.daemon_manager import DaemonManager
 from agent.mps.pods import RootCheck
 from agent.pairing.pair_rules import Grant
 
-# Where a container finds what its daemon has elsewhere on the host.
-PIPE_IN_CONTAINER = "/run/gpu-node-agent/mps"
-SHARED_MEMORY_IN_CONTAINER = "/dev/shm"  # noqa: S108  where libcuda looks
 WAIT_SECONDS = 25.0  # the kubelet gives PreStartContainer 30
 
 
@@ -92,20 +88,9 @@ class Conditions(Sharing):
         if member is PairMember.MEMORY:
             return Allocation(environment=limits(0, len(ids)))
         return Allocation(
-            environment={PIPE_DIRECTORY: PIPE_IN_CONTAINER, **limits(len(ids), 0)},
-            mounts=mounts(self._daemons, gpu.uuid),
+            environment={PIPE_DIRECTORY: shares_cdi.PIPE_IN_CONTAINER, **limits(len(ids), 0)},
+            mounts=shares_cdi.mounts(self._daemons, gpu.uuid),
         )
-
-
-def mounts(daemons: DaemonManager, uuid: str) -> tuple[Mount, ...]:
-    """Mounts of its daemon's folders for a container.
-
-    Sockets are connected to and the fifo is opened for writing where their folder is mounted read-only, too.
-    """
-    return (
-        Mount(PIPE_IN_CONTAINER, daemons.pipe(uuid), read_only=True),
-        Mount(SHARED_MEMORY_IN_CONTAINER, daemons.shared_memory(uuid), read_only=False),
-    )
 
 
 class MpsPlugin(SharedPairPlugin):

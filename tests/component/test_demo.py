@@ -70,7 +70,7 @@ def tells_the_whole_story(shown: str, gpus: int) -> None:
         f"{gpus} daemons serve",
         "The daemon of GPU 0 is killed",
         "no daemon runs, their compute mode is DEFAULT again",
-        "waiting for 1 pod(s) to end: default/train",
+        "waiting for 1 pod(s) to end",
         "has flipped, too.",
         "nothing was registered again.",
         "Nothing is left behind.",

@@ -21,7 +21,7 @@ from agent.kubectl.kube import failure
 from agent.kubectl.main import plugin_main, plugin_parser
 from agent.kubectl.text import overview, top
 from agent.kubectl.view import HOLDERS, INVENTORY, STATE, VisiblePods, asks, node_view
-from agent.model.demand import Container, Impossible, Pod, Stage
+from agent.model.demand import Container, Impossible, Pod, Stage, units
 from agent.model.modes import Mode
 from agent.model.node_inventory import decode
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
@@ -45,7 +45,7 @@ def extender_says(one: dict[str, Any], held: list[Held], mode: Mode, init: Limit
         demand = pod_demand(Pod("t", "p", tuple(containers)))
     except Impossible:
         return False
-    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, SearchWork(1000))
+    return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork(1000))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def both_say(gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Re
         demand = pod_demand(Pod("t", "p", tuple(named)))
     except Impossible:
         return False, reason
-    return not refusal(free_capacity(inventory, claims), demand, inventory.topology, SearchWork()), reason
+    return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork()), reason
 
 
 _WHOLE = {CORES: 100, MEMORY: 78}
@@ -195,13 +195,17 @@ def test_a_sentence_that_was_cut_within_a_namespace() -> None:
         assert "sec" not in view["message"]
 
 
-def test_quantities_are_read_as_the_api_server_writes_them() -> None:
+@pytest.mark.parametrize(
+    ("text", "count"), [("1k", 1000), ("1e3", 1000), ("2Ki", 2048), ("1T", 10**12), ("400", 400)]
+)
+def test_quantities_are_read_as_the_api_server_writes_them(text: str, count: int) -> None:
     waits = pod("t/p")
-    waits["spec"]["containers"][0]["resources"]["limits"] = {MEMORY: "1k"}
+    waits["spec"]["containers"][0]["resources"]["limits"] = {MEMORY: text}
     assert asks(waits)
+    assert units(text) == count
     view = node_view(node("a", gpu(0)), VisiblePods([]))
     assert view is not None
-    assert "1000 blocks" in lacks(view, waits)
+    assert f" {count} blocks" in lacks(view, waits)
 
 
 @pytest.mark.parametrize(
