@@ -90,7 +90,7 @@ def obstacles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Obstacles]:
     async def forget(*_: object, **__: object) -> None: ...
 
     monkeypatch.setattr(node_files, "refuse_holders", made.look)
-    monkeypatch.setattr(node_files, "stop_daemons", made.stop)
+    monkeypatch.setattr(node_files, "leave_modes", made.stop)
     monkeypatch.setattr(node_files, "remove_files", lambda *_: True)
     monkeypatch.setattr(node_files, "forget_node", forget)
     monkeypatch.setattr(on_request, "RETRY_SECONDS", 0.01)
