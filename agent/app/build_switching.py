@@ -38,7 +38,7 @@ FIRST_REQUEST_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ModeRequest:
     """The mode that is wanted, and the one that was before this process."""
 
     source: DesiredSource
@@ -57,17 +57,17 @@ class Switching:
     upgrade: DriverUpgrade | None  # None: the same, or not wanted
 
 
-async def build_request(settings: Settings) -> Request:
+async def build_request(settings: Settings) -> ModeRequest:
     """Where the wanted mode comes from; nothing is followed yet."""
     memory = LastRequest(Path(settings.host.state) / "mode")
-    return Request(DesiredSource(catalog_of(settings)), memory, await memory.read())
+    return ModeRequest(DesiredSource(catalog_of(settings)), memory, await memory.read())
 
 
 async def build_switching(
     core: Core,
     tasks: Tasks,
     monitor: GpuMonitor,
-    request: Request,
+    request: ModeRequest,
     wings: Mapping[Mode, Wing],
     assignment: Cell[Assignment],
     grown: Cell[Mapping[str, Growth]],
@@ -127,7 +127,7 @@ async def build_switching(
 
 
 async def start_switching(
-    parts: Switching, core: Core, tasks: Tasks, request: Request, grown: Cell[Mapping[str, Growth]]
+    parts: Switching, core: Core, tasks: Tasks, request: ModeRequest, grown: Cell[Mapping[str, Growth]]
 ) -> None:
     """Follow the request, and switch once it is known, or has not come for a while."""
     settings, source = core.settings, request.source

@@ -41,7 +41,7 @@ class _AccessReview(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReviewVerdict:
     """Of one token; a name where the API server knows it."""
 
     user: str = ""
@@ -57,12 +57,16 @@ class Reviews:
         self._path = path
         self._seconds = seconds
 
-    async def review(self, token: str) -> Verdict:
+    async def review(self, token: str) -> ReviewVerdict:
         """Raises ApiError where the API server gives no answer."""
         try:
             with anyio.fail_after(self._seconds):
                 user = await self._user(token)
-                return Verdict() if user is None else Verdict(user.username, await self._allowed(user))
+                return (
+                    ReviewVerdict()
+                    if user is None
+                    else ReviewVerdict(user.username, await self._allowed(user))
+                )
         except TimeoutError as error:
             raise ApiError(f"the API server has not reviewed a token within {self._seconds:g} s") from error
         except msgspec.DecodeError as error:

@@ -27,7 +27,7 @@ from agent.cleanup.request import (
     taking_back,
 )
 from agent.cluster.api import ApiUnavailable, KubeApi
-from agent.cluster.node import Node, NodeObject
+from agent.cluster.node import ApiNode, NodeObject
 from agent.cluster.reflector import Metadata
 from agent.settings import Settings
 
@@ -45,7 +45,7 @@ class OwnNode(NodeObject):
         self.publish()
 
     def publish(self) -> None:
-        made = Node(Metadata(name="node1", uid="u", annotations=dict(self.annotations)))
+        made = ApiNode(Metadata(name="node1", uid="u", annotations=dict(self.annotations)))
         self.reflector.items.publish(MappingProxyType({"u": made}))
 
     def set(self, annotations: Any) -> None:

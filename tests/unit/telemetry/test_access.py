@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from agent.cluster.api import ApiUnavailable
-from agent.cluster.reviews import Verdict
+from agent.cluster.reviews import ReviewVerdict
 from agent.telemetry import access
 from agent.telemetry.access import FRESH_SECONDS, HELD_SECONDS, REFUSED_SECONDS, Admission
 from agent.web.server import Reply, Request
@@ -19,20 +19,23 @@ class Door:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.known = {"good": Verdict(SCRAPER, allowed=True), "other": Verdict("somebody", allowed=False)}
+        self.known = {
+            "good": ReviewVerdict(SCRAPER, allowed=True),
+            "other": ReviewVerdict("somebody", allowed=False),
+        }
         self.away = False
         self.asked: list[str] = []
         self.slow: anyio.Event | None = None
         self.admission = Admission(self._review, lambda: self.now)
         self._page = self.admission.guarded(self._shown)
 
-    async def _review(self, token: str) -> Verdict:
+    async def _review(self, token: str) -> ReviewVerdict:
         self.asked.append(token)
         if self.slow:
             await self.slow.wait()
         if self.away:
             raise ApiUnavailable("the API server cannot be reached")
-        return self.known.get(token, Verdict())
+        return self.known.get(token, ReviewVerdict())
 
     async def _shown(self, _: Request) -> Reply:
         return Reply.text("figures")
@@ -65,7 +68,7 @@ async def test_the_api_server_says_who_is_admitted_and_is_asked_once_a_minute(lo
 async def test_a_right_that_is_taken_away_counts_after_a_minute_and_one_that_is_given_sooner() -> None:
     door = Door()
     assert [await door.get("good"), await door.get("other")] == [200, 403]
-    door.known = {"other": Verdict("somebody", allowed=True)}
+    door.known = {"other": ReviewVerdict("somebody", allowed=True)}
     door.now = REFUSED_SECONDS
     assert [await door.get("good"), await door.get("other")] == [200, 200]
     door.now = FRESH_SECONDS
@@ -163,7 +166,7 @@ async def test_a_scraper_that_nobody_knows_yet_is_let_in_beside_a_flood() -> Non
 async def test_a_renewed_token_of_an_address_that_was_admitted_passes_a_flood_of_many_addresses() -> None:
     door = Door()
     assert await door.get("good") == 200
-    door.known["renewed"] = Verdict(SCRAPER, allowed=True)
+    door.known["renewed"] = ReviewVerdict(SCRAPER, allowed=True)
     for number in range(1000):
         await door.get(f"forged{number}", f"10.0.{number % 250}.66")
     assert await door.get("other", "10.1.1.1") == 503
@@ -177,7 +180,7 @@ async def test_a_renewed_token_of_an_address_that_was_admitted_passes_a_flood_of
             group.start_soon(door.get, f"slow{number}", f"10.2.0.{number}")
         await anyio.wait_all_tasks_blocked()
         door.slow = None
-        door.known["again"] = Verdict(SCRAPER, allowed=True)
+        door.known["again"] = ReviewVerdict(SCRAPER, allowed=True)
         assert await door.get("again") == 200
         slow.set()
 
