@@ -19,7 +19,7 @@ from agent.telemetry.page import MetricsPage
 from agent.telemetry.reading import Sources
 from agent.telemetry.sampler import Sampler
 from agent.web.certificates import Certificates, Files
-from agent.web.connections import Limits
+from agent.web.connections import ConnectionLimits
 from agent.web.server import HttpServer
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 SWITCH_SECONDS = 0.001
 # For a few scrapers. A connection with TLS takes 0.3 MiB.
-HTTPS_LIMITS = Limits(connections=48, connections_per_address=16, requests=12, requests_per_address=8)
+HTTPS_LIMITS = ConnectionLimits(
+    connections=48, connections_per_address=16, requests=12, requests_per_address=8
+)
 
 
 def build_telemetry(core: Core) -> tuple[Sampler, ContainerWatch]:
@@ -69,7 +71,7 @@ async def serve_metrics(core: Core, tasks: Tasks, sources: Sources) -> None:
 async def _serve_admitted(core: Core, tasks: Tasks, page: MetricsPage) -> None:
     """Serve the page over HTTPS to those whom the API server admits. Raises FatalError."""
     from agent.cluster.reviews import Reviews  # noqa: PLC0415  loads the client
-    from agent.telemetry.access import PATH, REVIEW_SECONDS, Admission  # noqa: PLC0415
+    from agent.telemetry.access import PATH, REVIEW_SECONDS, ScraperAdmission  # noqa: PLC0415
 
     settings, cluster = core.settings, core.cluster
     if cluster is None:
@@ -81,7 +83,7 @@ async def _serve_admitted(core: Core, tasks: Tasks, page: MetricsPage) -> None:
     remedy = "mount a Secret with a certificate, or set https.port: null"
     certificates = await anyio.to_thread.run_sync(Certificates, files, remedy)
     https = HttpServer(settings.http.address, settings.https.port or 0, certificates.context, HTTPS_LIMITS)
-    admission = Admission(Reviews(cluster.api, PATH, REVIEW_SECONDS).review, anyio.current_time)
+    admission = ScraperAdmission(Reviews(cluster.api, PATH, REVIEW_SECONDS).review, anyio.current_time)
     page.add_to(https, admission.guarded)
     await tasks.group.start(_serve, core, https)
     page.refer(core.http, https.port)

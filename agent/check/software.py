@@ -10,7 +10,7 @@ from agent.cluster.node import ApiNode, read_node
 from agent.injection.inject import NodeSoftware
 from agent.model.modes import OFFERED_MODES
 from agent.node.conditions import MODE_LABEL
-from agent.settings import Cluster
+from agent.settings import ClusterSettings
 
 OFF = (None, "none")  # the label of the mode in force while the agent offers nothing
 
@@ -31,7 +31,7 @@ class NodeNotRead(Exception):
     """The Node object cannot be read; the text says why."""
 
 
-async def node_facts(cluster: Cluster) -> CheckedNode:
+async def node_facts(cluster: ClusterSettings) -> CheckedNode:
     """Ask the API server. Raises NodeNotRead."""
     if cluster.access == "off":
         raise NodeNotRead("cluster.access is off")

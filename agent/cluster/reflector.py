@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi, Status
+from agent.cluster.api import ApiError, ApiRefused, ApiStatus, ApiUnavailable, KubeApi
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 
@@ -195,7 +195,7 @@ class Reflector(Generic[Item]):
     def _take(self, event: _Event, fresh: dict[str, Item] | None) -> dict[str, Item] | None:
         """One event of a watch; answers the list under construction, None once it is complete."""
         if event.type == "ERROR":
-            problem = msgspec.json.decode(event.object, type=Status)
+            problem = msgspec.json.decode(event.object, type=ApiStatus)
             raise ApiRefused(problem.code, f"{self._path}: {problem.code} {problem.message}")
         if event.type == "BOOKMARK":
             mark = msgspec.json.decode(event.object, type=PartialObject).metadata

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from agent.model.placement import Policy, lowest
+from agent.model.placement import PlacementPolicy, lowest
 from agent.model.preference import choose
 from agent.model.units import ResourcePair
 from agent.modes.wing import Node
@@ -25,7 +25,7 @@ def pairing_of(node: Node, pair: ResourcePair, placement: str, reservation_secon
 
     rules = PairRules(
         pair,
-        Policy(placement),
+        PlacementPolicy(placement),
         reservation_seconds,
         connected if pair.whole_gpus else lowest,
         node.name,

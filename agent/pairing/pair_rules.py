@@ -8,7 +8,7 @@ from agent.model.demand import Demand, Impossible, Pod, Stage, init_group_of
 from agent.model.ids import SEPARATOR
 from agent.model.ledger import Holder, Ledger, PairMember, Reservation, UnitPool
 from agent.model.modes import PAIRS
-from agent.model.placement import NoRoom, Policy, WholeChooser, hint_of, lowest, place, policy_of
+from agent.model.placement import NoRoom, PlacementPolicy, WholeChooser, hint_of, lowest, place, policy_of
 from agent.model.units import ResourcePair
 from agent.pairing.pod_access import Cause, PairRefused
 from agent.pairing.requester import Asker, PodKey, Records, resource_of
@@ -93,7 +93,7 @@ class PairRules:
     """The rules, which do not change between calls."""
 
     pair: ResourcePair
-    policy: Policy = Policy.BINPACK
+    policy: PlacementPolicy = PlacementPolicy.BINPACK
     reservation_seconds: float = 10.0
     whole: WholeChooser = lowest
     node: str = ""

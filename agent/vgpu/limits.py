@@ -37,9 +37,13 @@ class ContainerLimits:
     """
 
     about: About
-    memory_bytes: int
     injected: bool | None = None
     limited: bool | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """The cap."""
+        return self.about.memory_bytes
 
 
 class NamespaceEnforcement:

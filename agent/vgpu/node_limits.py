@@ -7,10 +7,10 @@ mounts of the old ones after a reboot, and the library refuses memory without th
 containers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -23,7 +23,6 @@ from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 from agent.modes.wing import Node, Task
 from agent.pairing.pair_rules import Grant
-from agent.telemetry.reading import Series
 from agent.vgpu.avoiding import Avoidance
 from agent.vgpu.compute import Compute, release, work_of
 from agent.vgpu.compute_request import ComputeRequests
@@ -31,7 +30,7 @@ from agent.vgpu.contexts import context_bytes
 from agent.vgpu.driver import DriverLimits
 from agent.vgpu.driver_fence import DriverFence
 from agent.vgpu.events import LimitEvents
-from agent.vgpu.folders import About, LimitFolders, Place
+from agent.vgpu.folders import About, LimitFolders
 from agent.vgpu.isolation_errors import IsolationError
 from agent.vgpu.library import IMAGE_FILE
 from agent.vgpu.limits import Enforcement, NamespaceEnforcement
@@ -81,7 +80,7 @@ class NodeLimits:
         self._events = LimitEvents(self.isolation, node.recorder)
         ends = settings.vgpu.above_cap == "end"
         self._watch = LimitWatch(self.isolation, self._events, Path(host.proc), ends, self._container_ids)
-        self._publisher = Publisher(
+        self.publisher = Publisher(
             self.isolation, self._events, self._watch, self._compute.shares if self._compute else None
         )
         self._driver = DriverFence(host, node.snapshot, node.injector)
@@ -114,7 +113,7 @@ class NodeLimits:
         if self.enforcement is not Enforcement.OFF:
             await self._begin_compute()
             await self._driver.start()
-            self._publisher.take_up()
+            self.publisher.take_up()
         self.begun = True
 
     def tasks(self, shares: SharedPair) -> list[Task]:
@@ -132,7 +131,7 @@ class NodeLimits:
             found.append(Task("compute shares", self._compute.run))
         found += [
             Task("limit sweep", self._sweep),
-            Task("limits published", self._publisher.run),
+            Task("limits published", self.publisher.run),
             Task("driver fence", partial(self._driver.run, node.injector.looked)),
         ]
         if self._pods:
@@ -188,8 +187,6 @@ class NodeLimits:
             text = f"the memory of container {grant.container} cannot be capped: {error}"
             raise Refused(text, Reason.UNAVAILABLE) from error
 
-    # Nothing of the following is so before they have begun.
-
     @property
     def problem(self) -> str | None:
         """Why containers start without the library, though they should have it; None: they have it."""
@@ -199,27 +196,11 @@ class NodeLimits:
         """Which fences new containers get."""
         library = self.enforcement.enforces and self.isolation.libraries.problem is None
         driver = self.enforcement.enforces and self._driver.holds
-        return {"driver": driver, "library": library, "sweep": self._publisher.sweeps}
+        return {"driver": driver, "library": library, "sweep": self.publisher.sweeps}
 
     def enforced(self) -> str:
         """Whether containers are kept to their shares, see agent.status.report."""
         return word_of(self.fences(), computes=self._compute is not None)
-
-    @property
-    def measures(self) -> bool:
-        """Whether there is something to be shown of them."""
-        return self.begun and self.enforcement is not Enforcement.OFF
-
-    def metrics(self) -> Iterator[Series]:
-        return self._publisher.metrics()
-
-    def allotted(self) -> Mapping[tuple[str, str, str, str], float]:
-        """Share of the GPU that containers may use now, 0..1; by namespace, pod, container and GPU."""
-        return {place: share.allotted / 100 for place, share in self._publisher.shares().items()}
-
-    def document(self, place: Place) -> Mapping[str, Any] | None:
-        """The limits of a container, for `status`; None: it has none, and is not measured."""
-        return self._publisher.document(place)
 
     async def _sweep(self) -> None:
         """Have each round of samples looked at, for ever."""

@@ -15,6 +15,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from agent.kit.cell import Cell
 from agent.kit.follow import repeat
@@ -134,7 +135,7 @@ class Resizer:
         if units > have:
 
             async def keep(ids: tuple[str, ...]) -> None:
-                grown = replace_about(about, target, (*about.grown, *ids))
+                grown = replace(about, memory_bytes=target, grown=(*about.grown, *ids))
                 await self._isolation.resize(key, grown)
 
             await self._units.take(about.gpu, PairMember.MEMORY, units - have, keep)
@@ -143,7 +144,7 @@ class Resizer:
             grown = about.grown[: max(0, target // VGPU.block_bytes - len(about.ids))]
             if (target, grown) == (limits.memory_bytes, about.grown):
                 return
-            await self._isolation.resize(key, replace_about(about, target, grown))
+            await self._isolation.resize(key, replace(about, memory_bytes=target, grown=grown))
             self._units.give_back()
         self._events.resized(about, target)
 
@@ -158,18 +159,14 @@ class Resizer:
 
             async def keep(ids: tuple[str, ...]) -> None:
                 grown = (*about.grown_cores, *ids)
-                await self._isolation.resize(
-                    key, msgspec.structs.replace(about, cores_cap=cores, grown_cores=grown)
-                )
+                await self._isolation.resize(key, replace(about, cores_cap=cores, grown_cores=grown))
 
             await self._units.take(about.gpu, PairMember.CORE, cores - have, keep)
         else:
             grown = about.grown_cores[: max(0, cores - about.cores)]
             if (cores, grown) == (about.cores_now, about.grown_cores):
                 return
-            await self._isolation.resize(
-                key, msgspec.structs.replace(about, cores_cap=cores, grown_cores=grown)
-            )
+            await self._isolation.resize(key, replace(about, cores_cap=cores, grown_cores=grown))
             if grown != about.grown_cores:
                 self._units.give_back()
         self._events.cores_resized(about, cores)
@@ -186,11 +183,6 @@ class Resizer:
         if self._answered.get(about.uid) != text:
             self._answered[about.uid] = text
             self._events.not_resized(about, problem)
-
-
-def replace_about(about: About, memory_bytes: int, grown: tuple[str, ...]) -> About:
-    """The same container with another cap."""
-    return msgspec.structs.replace(about, memory_bytes=memory_bytes, grown=grown)
 
 
 def wanted(text: str) -> Mapping[str, Sizes]:

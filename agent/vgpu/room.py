@@ -195,7 +195,7 @@ class Isolation:
                     about = await anyio.to_thread.run_sync(self.folders.about, key)
                     raise
                 finally:
-                    found = replace(self.containers.value[key], about=about, memory_bytes=about.memory_bytes)
+                    found = replace(self.containers.value[key], about=about)
                     self._become({**self.containers.value, key: found})
 
     async def run(self) -> None:
@@ -262,7 +262,7 @@ class Isolation:
                 await anyio.to_thread.run_sync(self._copies.keep, about)
                 self._removed.pop(key, None)
                 self._born.setdefault(key, self._clock())
-                self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
+                self._become({**self.containers.value, key: ContainerLimits(about)})
             log.warning("limits_restored", folder=key, pod=about.pod_key)
 
     def _missing(self, keys: Sequence[str]) -> list[str]:
@@ -315,7 +315,7 @@ class Isolation:
                     raise
                 await anyio.to_thread.run_sync(self._make_room)
                 about = await anyio.to_thread.run_sync(self._made, about, context, library)
-            self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
+            self._become({**self.containers.value, key: ContainerLimits(about)})
         devices = (memory_limits.device(len(about.ids)),) if about.driver else ()
         return Allocation(mounts=self._mounts(key, about) if about.build else (), cdi_devices=devices)
 
@@ -376,14 +376,14 @@ class Isolation:
                 strays.add(key)
                 continue
             self._mend(key, about)
-            found[key] = ContainerLimits(about, about.memory_bytes)
+            found[key] = ContainerLimits(about)
         for about in self._copies.without_folder(found):
             try:
                 key = self.folders.create(about)
             except FolderUnusable as error:
                 log.warning("limits_not_written", problem=str(error))
                 continue
-            found[key] = ContainerLimits(about, about.memory_bytes)
+            found[key] = ContainerLimits(about)
             log.info("limits_restored", folder=key, pod=about.pod_key)
         return found, frozenset(strays - found.keys())
 

@@ -95,10 +95,11 @@ class VgpuWing(Wing):
         if self.limits.enforcement is Enforcement.OFF or holding.resource != VGPU.memory:
             return {}
         place = Place(holding.namespace, holding.pod, holding.container, uuid)
-        return {"limits": self.limits.document(place)}
+        return {"limits": self.limits.publisher.document(place)}
 
     def allotted(self) -> Mapping[PlaceOfContainer, float]:
-        return self.limits.allotted()
+        shares = self.limits.publisher.shares()
+        return {place: share.allotted / 100 for place, share in shares.items()}
 
     def remarks(self) -> Sequence[str]:
         problem = self.limits.problem
@@ -109,8 +110,8 @@ class VgpuWing(Wing):
     def metrics(self) -> Iterator[Series]:
         pairing = self._shares.pairing
         yield from pairs_collector(self.mode.value, pairing.stats, pairing.waiting, self.limits.fences())
-        if self.limits.measures:
-            yield from self.limits.metrics()
+        if self.limits.begun and self.limits.enforcement is not Enforcement.OFF:
+            yield from self.limits.publisher.metrics()
             for state in self._node.snapshot.value.gpus:
                 if self._node.assignment.value.of(state.uuid).mode is self.mode:
                     grown = self._node.grown.value.get(state.uuid, Growth())

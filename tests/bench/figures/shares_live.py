@@ -57,7 +57,7 @@ class _Node:
         key = self.keys[pod] = self.isolation.folders.create(about)
         shutil.copy(self.library, self.isolation.folders.path(key, NAME))
         known = self.isolation.containers.value
-        self.isolation.containers.publish({**known, key: ContainerLimits(about, about.memory_bytes)})
+        self.isolation.containers.publish({**known, key: ContainerLimits(about)})
 
     @contextmanager
     def running(self, pod: str, seconds: float) -> Iterator["subprocess.Popen[bytes]"]:

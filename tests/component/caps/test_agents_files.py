@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
+import msgspec
 import pytest
 
 from agent.kit.cell import Cell
@@ -17,7 +18,6 @@ from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About, LimitFolders, key_of
 from agent.vgpu.limits import Enforcement
 from agent.vgpu.publishing import Publisher
-from agent.vgpu.resize import replace_about
 from agent.vgpu.room import Isolation
 from agent.vgpu.watch import LimitWatch
 from tests.component.caps.conftest import Programs
@@ -83,7 +83,9 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
     await later.start()
     key = key_of(UNITS)
     about = later.containers.value[key].about
-    grown = replace_about(about, CAP + 2 * VGPU.block_bytes, (f"{GPU}::m8", f"{GPU}::m9"))
+    grown = msgspec.structs.replace(
+        about, memory_bytes=CAP + 2 * VGPU.block_bytes, grown=(f"{GPU}::m8", f"{GPU}::m9")
+    )
     await later.resize(key, grown)
     assert await anyio.to_thread.run_sync(fill, program) == 2 * VGPU.block_bytes
     assert machine.used() == before + first + 2 * VGPU.block_bytes
@@ -92,7 +94,9 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
     assert usage.total_bytes == CAP + 2 * VGPU.block_bytes
     # What only the driver sees counts as used, too.
     await anyio.to_thread.run_sync(partial(later.folders.change, key, unseen_bytes=64 * MIB))
-    await later.resize(key, replace_about(about, CAP + 3 * VGPU.block_bytes, grown.grown))
+    await later.resize(
+        key, msgspec.structs.replace(about, memory_bytes=CAP + 3 * VGPU.block_bytes, grown=grown.grown)
+    )
     assert await anyio.to_thread.run_sync(fill, program) == VGPU.block_bytes - 64 * MIB
 
 

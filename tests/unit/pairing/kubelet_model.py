@@ -18,7 +18,7 @@ from agent.model.demand import VGPU, Container, Pod, Stage
 from agent.model.gpu import Gpu
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 from agent.model.units import ResourcePair
 from agent.pairing.pair_rules import Grant, PairRules
 from agent.pairing.pairing import Pairing
@@ -107,7 +107,7 @@ class KubeletModel(PodSource):
         self.cell: Cell[PodList | None] = Cell(None)
         self.grants: list[Grant] = []
         self.now = 0.0
-        self.policy = Policy.BINPACK
+        self.policy = PlacementPolicy.BINPACK
         self._record = Record()
         self.start_agent()
 

@@ -58,9 +58,7 @@ class Site:
     def turn(self, seconds: float = 1.0, **percents: float | MeasuredWork) -> bool:
         """A turn later; what was measured of a container is one process's unless it says otherwise."""
         self.now += seconds
-        containers = {
-            key_of(each.ids): ContainerLimits(each, each.memory_bytes) for each in self.held.values()
-        }
+        containers = {key_of(each.ids): ContainerLimits(each) for each in self.held.values()}
         measured = {
             Place("default", pod, "main", GPU): value
             if isinstance(value, MeasuredWork)

@@ -123,7 +123,7 @@ def test_the_factor_follows_the_measurement_and_freezes_when_idle(site: Site) ->
     site.turn(a=60)
     assert site.limits("a").correction < factor
     again = Compute(site.isolation, lambda _: ComputeRequest(), soft=False, clock=lambda: site.now)
-    again.turn({key_of(one.ids): ContainerLimits(one, 1) for one in site.held.values()}, {})
+    again.turn({key_of(one.ids): ContainerLimits(one) for one in site.held.values()}, {})
     assert site.limits("a").correction < factor  # a new agent goes on from there
 
 
@@ -139,7 +139,7 @@ def test_time_waited_is_counted_and_nonsense_is_not(site: Site) -> None:
 
 def test_whoever_was_held_is_let_go_when_nobody_is_to_be(site: Site) -> None:
     key = site.add("a", 40)
-    site.isolation.containers.publish({key: ContainerLimits(site.held["a"], 1)})
+    site.isolation.containers.publish({key: ContainerLimits(site.held["a"])})
     release(site.isolation)
     assert not site.limits("a").compute
     content = site.folders.path(key, "limits").read_bytes()

@@ -61,7 +61,7 @@ def _resizer(isolation: Isolation, owners: Recorder, units: FreeUnits) -> Resize
 async def test_cores_go_down_and_up_again_and_into_free_ones_alone(tmp_path: Path) -> None:
     site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
     key = await anyio.to_thread.run_sync(site.add, "a", 60)
-    site.isolation.containers.publish({key: ContainerLimits(site.held["a"], site.held["a"].memory_bytes)})
+    site.isolation.containers.publish({key: ContainerLimits(site.held["a"])})
     owners, units = _Owners(), _Free(30)
     resizer = _resizer(site.isolation, owners, units)
     for cores, share, grown in (
@@ -90,7 +90,7 @@ async def test_cores_that_nobody_keeps_cannot_be_resized(tmp_path: Path) -> None
     site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
     key = await anyio.to_thread.run_sync(site.add, "a", 60)
     free = msgspec.structs.replace(site.held["a"], compute=False)
-    site.isolation.containers.publish({key: ContainerLimits(free, free.memory_bytes)})
+    site.isolation.containers.publish({key: ContainerLimits(free)})
     owners = _Owners()
     await _resizer(site.isolation, owners, _Free()).look({"uid-a": '{"main": {"cores": 20}}'})
     assert "is not held to cores: set vgpu.compute" in owners.events[0][1]

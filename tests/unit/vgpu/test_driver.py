@@ -5,6 +5,7 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 
 from agent.kubelet.plugin_types import Allocation
@@ -17,7 +18,6 @@ from agent.vgpu.driver import MOST_TRIES, DriverLimits, cgroups_of, is_unified
 from agent.vgpu.folders import LIMITS, About, key_of
 from agent.vgpu.limits import Enforcement
 from agent.vgpu.publishing import Publisher
-from agent.vgpu.resize import replace_about
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 from tests.unit.vgpu.test_room import Node
 from tests.unit.vgpu.test_watch import PLACE, Owners, Reporting
@@ -112,7 +112,9 @@ async def test_a_resize_sets_the_driver_s_limit(node: Driven) -> None:
     leaf = await anyio.to_thread.run_sync(node.starts, 1)
     await node.driver.look()
     about = node.isolation.containers.value[KEY].about
-    await node.isolation.resize(KEY, replace_about(about, 9 * BLOCK, units(100, 5)))
+    await node.isolation.resize(
+        KEY, msgspec.structs.replace(about, memory_bytes=9 * BLOCK, grown=units(100, 5))
+    )
     await node.driver.look()
     assert node.nvml.limits == {leaf: 9 * BLOCK}
     # The hook gives a container that restarts what it was admitted with.
