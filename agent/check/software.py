@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agent.cluster.api import ApiError, connect
 from agent.cluster.lean import NoClusterAccess
-from agent.cluster.node import Node, read_node
+from agent.cluster.node import ApiNode, read_node
 from agent.injection.inject import NodeSoftware
 from agent.model.modes import OFFERED_MODES
 from agent.node.conditions import MODE_LABEL
@@ -46,7 +46,7 @@ async def node_facts(cluster: ClusterSettings) -> CheckedNode:
     return facts_of(node)
 
 
-def facts_of(node: Node) -> CheckedNode:
+def facts_of(node: ApiNode) -> CheckedNode:
     """The facts of a Node object that was read."""
     info = node.status.node_info
     ours = {resource for mode in OFFERED_MODES for resource in mode.resources}

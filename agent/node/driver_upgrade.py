@@ -108,6 +108,16 @@ class DriverUpgrade:
 
         await repeat(look, self._node.changes, self._inventory, self._switch, self._by_hand)
 
+    def remarks(self) -> list[str]:
+        """A driver that is being exchanged."""
+        if self.stage is UpgradeStage.NONE:
+            return []
+        text = (
+            f"the GPU operator exchanges the driver of this node (label {self.label}): GPUs "
+            "leave their modes when their pods have ended, and nothing is offered until the label changes"
+        )
+        return [text]
+
     def look(self) -> float:
         """Follow the labels of this moment; after how many seconds to look again, whatever happens."""
         labels = self._node.labels()

@@ -18,8 +18,10 @@ from agent.node.driver_upgrade import (
     RELEASE_SECONDS,
     STATE_LABEL,
     DriverUpgrade,
-    UpgradeStage,
     stage_of,
+)
+from agent.node.driver_upgrade import (
+    UpgradeStage as Stage,
 )
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.unit.node.test_telling import OwnNode
@@ -32,35 +34,35 @@ GPUS = (gpu(0).uuid, gpu(1).uuid)
 @pytest.mark.parametrize(
     ("state", "stage"),
     [
-        ("upgrade-required", UpgradeStage.NONE),
-        ("cordon-required", UpgradeStage.NONE),
-        ("wait-for-jobs-required", UpgradeStage.NONE),  # jobs go on, perhaps for hours
-        ("pod-deletion-required", UpgradeStage.DRAIN),
-        ("drain-required", UpgradeStage.DRAIN),
-        ("node-maintenance-required", UpgradeStage.DRAIN),
-        ("pod-restart-required", UpgradeStage.RELEASE),
-        ("post-maintenance-required", UpgradeStage.RELEASE),
-        ("validation-required", UpgradeStage.NONE),  # the validator wants a device plugin that serves
-        ("uncordon-required", UpgradeStage.NONE),
-        ("upgrade-done", UpgradeStage.NONE),
-        ("upgrade-failed", UpgradeStage.NONE),
-        ("", UpgradeStage.NONE),
-        ("a state of a later operator", UpgradeStage.NONE),
+        ("upgrade-required", Stage.NONE),
+        ("cordon-required", Stage.NONE),
+        ("wait-for-jobs-required", Stage.NONE),  # jobs go on, perhaps for hours
+        ("pod-deletion-required", Stage.DRAIN),
+        ("drain-required", Stage.DRAIN),
+        ("node-maintenance-required", Stage.DRAIN),
+        ("pod-restart-required", Stage.RELEASE),
+        ("post-maintenance-required", Stage.RELEASE),
+        ("validation-required", Stage.NONE),  # the validator wants a device plugin that serves
+        ("uncordon-required", Stage.NONE),
+        ("upgrade-done", Stage.NONE),
+        ("upgrade-failed", Stage.NONE),
+        ("", Stage.NONE),
+        ("a state of a later operator", Stage.NONE),
     ],
 )
-def test_each_state_of_the_upgrade_controller(state: str, stage: UpgradeStage) -> None:
+def test_each_state_of_the_upgrade_controller(state: str, stage: Stage) -> None:
     assert stage_of({STATE_LABEL: state})[0] is stage
 
 
 def test_paused_operands_ask_for_a_release_whatever_the_state_says() -> None:
     assert stage_of({STATE_LABEL: "upgrade-done", **PAUSED}) == (
-        UpgradeStage.RELEASE,
+        Stage.RELEASE,
         "nvidia.com/gpu.deploy.dcgm=paused-for-driver-upgrade",
     )
-    assert stage_of({"nvidia.com/gpu.deploy.client": "paused-for-mig-change"})[0] is UpgradeStage.RELEASE
+    assert stage_of({"nvidia.com/gpu.deploy.client": "paused-for-mig-change"})[0] is Stage.RELEASE
     # Taken off the node by an administrator, or there without a driver container: nothing is exchanged.
     others = {"nvidia.com/gpu.deploy.device-plugin": "false", "nvidia.com/gpu.deploy.driver": "pre-installed"}
-    assert stage_of(others) == (UpgradeStage.NONE, "")
+    assert stage_of(others) == (Stage.NONE, "")
 
 
 @dataclass
@@ -148,7 +150,7 @@ async def test_gpus_drain_then_nvml_is_closed_then_all_is_taken_back() -> None:
             assert (world.closed(), world.cordons.value, world.upgrade.stage) == (
                 False,
                 {},
-                UpgradeStage.NONE,
+                Stage.NONE,
             )
 
 
@@ -200,7 +202,7 @@ async def test_a_release_that_ran_out_was_ended_by_nobody() -> None:
             world.node.known = known
             world.node.changes.publish(object())
             await anyio.sleep(0.01)
-            assert (world.closed(), world.upgrade.stage) == (True, UpgradeStage.RELEASE)
+            assert (world.closed(), world.upgrade.stage) == (True, Stage.RELEASE)
 
 
 @in_virtual_time
@@ -230,7 +232,7 @@ async def test_people_have_the_last_word() -> None:
             assert (world.closed(), world.cordons.value, world.upgrade.stage) == (
                 False,
                 {},
-                UpgradeStage.NONE,
+                Stage.NONE,
             )
             await world.state("upgrade-done")
             await world.state("pod-restart-required")
