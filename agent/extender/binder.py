@@ -20,7 +20,7 @@ from agent.extender.pod_demand import PodDemand, annotations_of, pod_demand
 from agent.extender.scheduler_protocol import BindingArgs
 from agent.extender.times import BIND_SECONDS
 from agent.model.demand import Impossible
-from agent.model.placement import HINT_NODE, HINT_TIME, Policy, policy_of
+from agent.model.placement import HINT_NODE, HINT_TIME, PlacementPolicy, policy_of
 
 log = structlog.get_logger()
 
@@ -30,7 +30,7 @@ CONFLICT = 409
 @dataclass(frozen=True, slots=True)
 class PodRequest:
     demand: PodDemand
-    policy: Policy
+    policy: PlacementPolicy
 
 
 class NotBound(Exception):
@@ -44,7 +44,7 @@ class Binder:
         self,
         api: KubeApi,
         fleet: Fleet,
-        policy: Policy,
+        policy: PlacementPolicy,
         assume_seconds: float,
         holds: Callable[[], bool],
         gang_seconds: float = 60.0,

@@ -3,19 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.model.modes import Assignment
-
-
-class Holdings(Protocol):
-    """Who holds what, by the kubelet's own records."""
-
-    cell: Cell[PodList | None]  # the newest list; None: not readable
-    problem: str | None
-
-    async def refresh(self) -> PodList | None:
-        """Read again now, within a bounded time; None: not readable, `problem` says why."""
 
 
 class Announcer(Protocol):

@@ -10,7 +10,7 @@ Set-ups that fail are tried again together (`agent.modes.retry`): each try takes
 before off the lists for a while.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -18,12 +18,13 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.holdings.holdings import GpuHolder, holders_by_gpu
+from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.snapshot import NOT_YET, Snapshot
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.model.gpu import Gpu
+from agent.model.holding import GpuHolder
 from agent.model.ids import SEPARATOR
 from agent.model.modes import OFF, Assignment, GpuMode, Mode
 from agent.modes import transition, withheld
@@ -42,7 +43,7 @@ from agent.modes.desired import Desired
 from agent.modes.gpu_work import GpuWork, Outcome
 from agent.modes.lingering import Lingering
 from agent.modes.planner import NO_WINGS, Plan, Wings, decide
-from agent.modes.ports import Announcer, Holdings
+from agent.modes.ports import Announcer
 from agent.modes.resources import ResourceSet
 from agent.modes.retry import Retry
 from agent.modes.switch_state import STARTING, Phase, SwitchState
@@ -57,7 +58,7 @@ DELIVER_SECONDS = 2.0
 IDLE_SECONDS = 3600.0  # nothing to do until something changes
 
 Waiting = Mapping[str, tuple[str, ...]]  # GPU -> pods (namespace/name) that hold it
-Holders = dict[str, list[GpuHolder]]
+Holders = Mapping[str, Sequence[GpuHolder]]
 NOBODY: Waiting = MappingProxyType({})
 ADMITTED, ENDED = "a pod that is being admitted", "a process of a pod that has ended"
 
@@ -70,7 +71,7 @@ class ModeSwitcher:
         inventory: Cell[Snapshot],
         desired: Cell[Desired],
         assignment: Cell[Assignment],
-        holdings: Holdings,
+        holdings: HoldingsWatch,
         resources: ResourceSet,
         *,
         state: Cell[SwitchState] | None = None,
@@ -130,6 +131,10 @@ class ModeSwitcher:
         self._wake.set()
         self._change({uuid: transition.stopped(state) for uuid, state in self._states.items()})
         await self._delivered()
+
+    def remarks(self) -> list[str]:
+        """A request that cannot be obeyed."""
+        return self.state.value.remarks()
 
     def _wake_up(self) -> None:
         self._wake.set()
@@ -195,7 +200,7 @@ class ModeSwitcher:
         if pods is None:
             return None
         self._kubelet_retry.reset()
-        return holders_by_gpu(pods)
+        return pods.by_gpu
 
     def _kubelet_is_away(self, desired: Desired, plan: Plan) -> float:
         self._show(

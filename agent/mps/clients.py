@@ -23,8 +23,8 @@ from anyio.abc import TaskGroup
 
 from agent.holdings.owners import ProcessUnreadable, container_of_process
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.model.cgroup import ContainerRef
+from agent.model.holding import Record
 from agent.mps import processes
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonStatus, EventReason, Reporter
@@ -76,7 +76,7 @@ class ClientWatch:
     """Keeps `overviews` true, by GPU UUID, and ends clients of dying pods."""
 
     manager: DaemonManager
-    holdings: Cell[PodList | None]
+    holdings: Cell[Record | None]
     pods: Pods
     exceeding: Exceeding
     report: Reporter

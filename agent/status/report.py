@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agent import __version__
-from agent.holdings.holdings import GpuHolder, HoldingsWatch, holders_by_gpu
+from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import GpuMonitor
@@ -13,6 +13,7 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.timestamps import boot_seconds
 from agent.model.health import HealthState, Rules
+from agent.model.holding import GpuHolder
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.switch_state import GpuSwitch, SwitchState
@@ -42,7 +43,7 @@ def report(sources: StatusSources) -> Document:
     switch = sources.switch.value
     switches = {gpu.uuid: gpu for gpu in switch.gpus}
     pods, age = sources.last.known()
-    holders = holders_by_gpu(pods) if pods is not None else {}
+    holders = pods.by_gpu if pods is not None else {}
     blockers = list(sources.blockers())
     choice = sources.injector.choice
     driver = snapshot.driver

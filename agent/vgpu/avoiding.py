@@ -9,13 +9,13 @@ from posixpath import normpath
 from typing import TYPE_CHECKING
 
 from agent.kubelet.plugin_types import Reason, Refused
-from agent.model import demand
 from agent.model.demand import VGPU
+from agent.model.pod import Pod, SecurityContext
 from agent.settings import Settings
 from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER
 
 if TYPE_CHECKING:
-    from agent.cluster.pods import Pod, PodCache, SecurityContext
+    from agent.cluster.pods import PodCache
 
 # Each of them is enough to unmount, or to reach the host.
 CAPABILITIES = frozenset({"ALL", "SYS_ADMIN", "SYS_MODULE", "SYS_RAWIO"})
@@ -50,7 +50,7 @@ class Avoidance:
         kubelet = (settings.kubelet.root, settings.device_plugins_folder)
         self._folders = (*FOLDERS, host.state, host.run, host.cdi, *map(str, kubelet))
 
-    async def ways(self, pod: demand.Pod, container: str) -> tuple[str, ...]:
+    async def ways(self, pod: Pod, container: str) -> tuple[str, ...]:
         """How a pod could get around its limits, each in words. Raises Refused where none may."""
         found = await self._found(pod)
         if found and self._refuses:
@@ -61,7 +61,7 @@ class Avoidance:
             )
         return found
 
-    async def _found(self, pod: demand.Pod) -> tuple[str, ...]:
+    async def _found(self, pod: Pod) -> tuple[str, ...]:
         if self._pods is None:
             return (UNKNOWN,)
         from agent.cluster.api import ApiError  # noqa: PLC0415  loads the client, which is there by now
@@ -75,9 +75,7 @@ class Avoidance:
         return ways_around(found, VGPU.memory, FILES, self._folders)
 
 
-def ways_around(
-    pod: "Pod", resource: str, files: Collection[str], folders: Collection[str]
-) -> tuple[str, ...]:
+def ways_around(pod: Pod, resource: str, files: Collection[str], folders: Collection[str]) -> tuple[str, ...]:
     """Each in words; empty: none is seen.
 
     `files` are where containers that ask for `resource` have their limits mounted, `folders` those of the
@@ -103,7 +101,7 @@ def ways_around(
     return tuple(found[:MOST_NAMED] + more)
 
 
-def _rights(context: "SecurityContext | None") -> Iterator[str]:
+def _rights(context: SecurityContext | None) -> Iterator[str]:
     if context is None:
         return
     if context.privileged:

@@ -21,7 +21,7 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
-from agent.telemetry.attribution import Grade
+from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import Uses
 from agent.vgpu import layout
 from agent.vgpu.allotment import Claim, allot, claim, elastic
@@ -304,5 +304,5 @@ def work_of(uses: Uses) -> Mapping[Place, MeasuredWork]:
         )
         for each in uses.containers
         for share in (each.use.share,)
-        if share.mode is Mode.VGPU and each.use.utilization_grade is Grade.MEASURED
+        if share.mode is Mode.VGPU and each.use.utilization_grade is Attribution.MEASURED
     }

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import structlog
 
-from agent.model.demand import Pod
+from agent.model.metadata import Metadata
+from agent.model.pod import Pod
 from agent.pairing.pod_access import Recorder
 from agent.vgpu.folders import About, Place
 from agent.vgpu.limits import ContainerLimits
@@ -129,4 +130,4 @@ class LimitEvents:
 
     def _pod(self, place: Place) -> Pod:
         limits = self._isolation.at(place)
-        return Pod(place.namespace, place.pod, (), limits.about.uid if limits else "")
+        return Pod(Metadata(place.pod, place.namespace, limits.about.uid if limits else ""))

@@ -22,8 +22,9 @@ import msgspec
 
 from agent.kit import trees
 from agent.kit.selinux import label_for_pods
-from agent.model.demand import Pod
 from agent.model.ids import SEPARATOR
+from agent.model.metadata import Metadata
+from agent.model.pod import Pod
 from agent.vgpu import layout
 from agent.vgpu.held import REFUSALS, HeldFiles, opened
 from agent.vgpu.isolation_errors import AccessRefused, BadLayout, FolderUnusable
@@ -71,7 +72,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     @property
     def owner(self) -> Pod:
         """Its pod, as far as reports to the owner need it."""
-        return Pod(self.namespace, self.pod, (), self.uid)
+        return Pod(Metadata(self.pod, self.namespace, self.uid))
 
     @property
     def pod_key(self) -> str:

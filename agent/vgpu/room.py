@@ -16,9 +16,9 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
 from agent.model.growth import Growth
+from agent.model.holding import Holding, Record
 from agent.model.mount import Mount
 from agent.vgpu import memory_limits
 from agent.vgpu.contexts import Contexts
@@ -57,7 +57,7 @@ class Isolation:
         source: Path,
         state: Path,
         policy: Enforcement,
-        record: Cell[PodList | None],
+        record: Cell[Record | None],
         namespaces: Callable[[str], Enforcement | None] = lambda _: None,
         clock: Callable[[], float] = anyio.current_time,
         *,
@@ -239,7 +239,7 @@ class Isolation:
             self._keep_up, self.containers.value, abandon_on_cancel=True
         )
 
-    async def _put_back(self, held: frozenset[str], record: PodList) -> None:
+    async def _put_back(self, held: frozenset[str], record: Record) -> None:
         """Make folders again that containers of living pods have mounted, and need when they start again."""
         about_of = {key: limits.about for key, limits in self.containers.value.items()}
         wanted = {
@@ -406,7 +406,7 @@ class Isolation:
         except FolderUnusable as error:
             log.warning("limits_not_written", problem=str(error))
 
-    def _read(self, record: PodList) -> frozenset[str]:
+    def _read(self, record: Record) -> frozenset[str]:
         """Keys of all that hold vGPU memory."""
         keys: dict[int, tuple[Holding, str]] = {}
         for each in record.holdings:

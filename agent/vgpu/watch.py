@@ -17,7 +17,7 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
-from agent.telemetry.attribution import Grade
+from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import Uses
 from agent.vgpu.ending import NotEnded, end, processes_of
 from agent.vgpu.events import LimitEvents
@@ -247,5 +247,5 @@ def round_of(uses: Uses) -> list[Measured]:
         )
         for each in uses.containers
         for share in (each.use.share,)
-        if share.mode is Mode.VGPU and each.use.memory_grade is Grade.MEASURED
+        if share.mode is Mode.VGPU and each.use.memory_grade is Attribution.MEASURED
     ]

@@ -7,11 +7,11 @@ from typing import ClassVar, Self
 import anyio
 
 from agent.kubelet.plugin_types import ResourcePlugin
-from agent.kubelet.podresources import Holding
 from agent.lists.pairs import pairs_collector
 from agent.model.compat import hooked, vgpu_warning
 from agent.model.demand import VGPU
 from agent.model.growth import Growth
+from agent.model.holding import Holding
 from agent.model.look import Look
 from agent.model.modes import Mode
 from agent.modes.wing import Document, Machine, Node, Task, Wing

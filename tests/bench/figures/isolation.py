@@ -9,8 +9,8 @@ from pathlib import Path
 import anyio.to_thread
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
+from agent.model.holding import Record
 from agent.model.ledger import PairMember
 from agent.pairing.pod_access import Recorder
 from agent.vgpu import layout
@@ -98,7 +98,7 @@ async def _started(root: Path) -> Isolation:
         return root / "image.so"
 
     source = await anyio.to_thread.run_sync(library)
-    record: Cell[PodList | None] = Cell(None)
+    record: Cell[Record | None] = Cell(None)
     isolation = Isolation(LimitFolders(root / "run"), source, root / "state", Enforcement.LIBRARY, record)
     await isolation.start()
     return isolation

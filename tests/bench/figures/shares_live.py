@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 from agent.model.ledger import PairMember
 from agent.pairing.pod_access import Recorder
 from agent.vgpu.compute import Compute, ComputeRequest
@@ -44,7 +44,7 @@ class _Node:
         self.driver, self.load, self.library = build(BUILD), program(folder), cached()
         folders = LimitFolders(folder)
         folders.prepare()
-        record: Cell[PodList | None] = Cell(None)
+        record: Cell[Record | None] = Cell(None)
         self.isolation = Isolation(folders, self.library, folder, Enforcement.LIBRARY, record, compute=True)
         self.compute = Compute(self.isolation, lambda about: REQUESTS[about.pod], soft=False)
         self.keys: dict[str, str] = {}

@@ -15,10 +15,11 @@ import grpc
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.grpc_server import DrainableServer
-from agent.kubelet.podresources import PodList, Reader
+from agent.kubelet.podresources import Reader
 from agent.kubelet.service import DevicePluginService
 from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
+from agent.model.holding import Record
 from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.settings import Settings
@@ -164,10 +165,10 @@ async def podresources_read(conditions: Conditions) -> Mapping[str, Taken]:
 
 
 class _NoRecords:
-    cell: Cell[PodList | None] = Cell(None)
+    cell: Cell[Record | None] = Cell(None)
 
-    async def look(self, deadline: float = 1.0) -> PodList:
-        return PodList((), ())
+    async def look(self, deadline: float = 1.0) -> Record:
+        return Record((), ())
 
 
 @asynccontextmanager

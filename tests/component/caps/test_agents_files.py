@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
+from agent.model.holding import Record
 from agent.model.mount import Mount
 from agent.telemetry import definitions as d
 from agent.vgpu.contexts import context_bytes
@@ -35,7 +35,7 @@ CAP = len(UNITS) * VGPU.block_bytes
 
 
 def room(root: Path, library: Path, product: str = "", policy: Enforcement = Enforcement.STRICT) -> Isolation:
-    record: Cell[PodList | None] = Cell(PodList((), ()))
+    record: Cell[Record | None] = Cell(Record((), ()))
     return Isolation(
         LimitFolders(root / "run"),
         library,

@@ -19,8 +19,8 @@ import anyio
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
+from agent.model.holding import Holding, Record
 from agent.vgpu import layout
 from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.vgpu.isolation_errors import FolderUnusable
@@ -105,7 +105,7 @@ class Host:
             Holding("default", name, "main", VGPU.memory, each.ids) for name, each in self.abouts.items()
         )
         names = tuple(("default", name, "main") for name in self.abouts)
-        self.record: Cell[PodList | None] = Cell(PodList(held, names))
+        self.record: Cell[Record | None] = Cell(Record(held, names))
         self.come_back()
         self.containers: dict[str, Program] = {}
         self.paths: dict[str, list[str]] = {}

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent.cluster.pods import Pod
+from agent.model.pod import Pod
 from agent.vgpu.avoiding import FILES, FOLDERS, ways_around
 
 MEMORY = "tencent.com/vcuda-memory"

@@ -8,9 +8,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from agent.cluster.namespaces import LABEL, NamespaceLabels
-from agent.cluster.reflector import Metadata, PartialObject
+from agent.cluster.reflector import PartialObject
 from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
+from agent.model.metadata import Metadata
 from agent.vgpu.folders import About
 from agent.vgpu.limits import Enforcement, NamespaceEnforcement
 from agent.vgpu.node_limits import NodeLimits

@@ -3,15 +3,15 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import anyio
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import ResourcePlugin
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.gpu import Driver, Gpu
+from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, Mode
 from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired
@@ -38,26 +38,26 @@ class Kubelet:
     """Stands for PodResources: who holds what."""
 
     def __init__(self) -> None:
-        self.cell: Cell[PodList | None] = Cell(PodList((), ()))
+        self.cell: Cell[Record | None] = Cell(Record((), ()))
         self.problem: str | None = None
         self.reads = 0
 
-    async def refresh(self) -> PodList | None:
+    async def refresh(self) -> Record | None:
         self.reads += 1
         await anyio.lowlevel.checkpoint()
         return self.cell.value
 
     def hold(self, pod: str, resource: str, *ids: str) -> None:
         """A pod's only container gets device IDs."""
-        known = self.cell.value or PodList((), ())
+        known = self.cell.value or Record((), ())
         holding = Holding("default", pod, "main", resource, ids)
-        self.cell.publish(PodList((*known.holdings, holding), known.containers))
+        self.cell.publish(Record((*known.holdings, holding), known.containers))
 
     def end(self, pod: str) -> None:
         """A pod is gone."""
-        known = self.cell.value or PodList((), ())
+        known = self.cell.value or Record((), ())
         left = tuple(each for each in known.holdings if each.pod != pod)
-        self.cell.publish(PodList(left, known.containers))
+        self.cell.publish(Record(left, known.containers))
 
 
 @dataclass
@@ -200,7 +200,7 @@ async def switching(
         inventory,
         requests,
         assignment,
-        kubelet,
+        cast("Any", kubelet),
         lists,
         announcer=Announcements(lists) if announce else None,
         wings=wings or {},

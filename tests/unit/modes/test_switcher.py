@@ -11,8 +11,9 @@ import pytest
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet import service as service_module
-from agent.kubelet.podresources import LIST_SECONDS, PodList
+from agent.kubelet.podresources import LIST_SECONDS
 from agent.kubelet.service import DevicePluginService
+from agent.model.holding import Record
 from agent.model.modes import Mode
 from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired
@@ -320,7 +321,7 @@ async def test_slow_reading_keeps_grants(monkeypatch: pytest.MonkeyPatch) -> Non
 
         slow, began = 0.0, -math.inf
 
-        async def refresh(self) -> PodList | None:
+        async def refresh(self) -> Record | None:
             known, began = self.cell.value, anyio.current_time()
             if self.slow:
                 seconds, self.slow = self.slow, 0.0

@@ -8,8 +8,8 @@ import anyio.to_thread
 import msgspec
 
 from agent.kit.cell import Cell
-from agent.model.demand import Pod
 from agent.model.ledger import PairMember
+from agent.model.pod import Pod
 from agent.pairing.pod_access import Recorder
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.limits import ContainerLimits, Enforcement

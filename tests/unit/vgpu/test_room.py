@@ -12,8 +12,8 @@ import pytest
 
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
+from agent.model.holding import Holding, Record
 from agent.model.mount import Mount
 from agent.vgpu import folders, layout
 from agent.vgpu import library as libraries
@@ -32,7 +32,7 @@ class Node:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.now = 0.0
-        self.record: Cell[PodList | None] = Cell(PodList((), ()))
+        self.record: Cell[Record | None] = Cell(Record((), ()))
         self.namespaces: dict[str, Enforcement] = {}
         (root / "image.so").write_bytes(libraries.ELF + b"one")
         self.isolation = self.agent()
@@ -57,7 +57,7 @@ class Node:
     ) -> None:
         held = tuple(Holding("default", name, "main", HELD, ids) for name, ids in pods)
         containers = tuple(("default", name, "main") for name, _ in pods)
-        self.record.publish(PodList(held, containers, frozenset(ended), frozenset(unfinished)))
+        self.record.publish(Record(held, containers, frozenset(ended), frozenset(unfinished)))
 
     async def folders(self) -> list[str]:
         return await anyio.to_thread.run_sync(self.isolation.folders.keys)

@@ -15,7 +15,7 @@ import anyio.to_thread
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.vgpu import library as libraries
 from agent.vgpu.folders import LIMITS, USAGE, LimitFolders, key_of
 from agent.vgpu.held import HeldFiles, Leased
@@ -34,7 +34,7 @@ class Node:
 
     def __init__(self, root: Path) -> None:
         self.root, self.now = root, 0.0
-        self.record: Cell[PodList | None] = Cell(PodList((), ()))
+        self.record: Cell[Record | None] = Cell(Record((), ()))
         (root / "image.so").write_bytes(CONTENT)
         self.lib = root / "state" / "lib"
         self.isolation = Isolation(
@@ -59,7 +59,7 @@ class Node:
 
     def holding(self, *pods: tuple[str, tuple[str, ...]]) -> None:
         held = tuple(Holding("default", name, "main", HELD, ids) for name, ids in pods)
-        self.record.publish(PodList(held, tuple(("default", name, "main") for name, _ in pods)))
+        self.record.publish(Record(held, tuple(("default", name, "main") for name, _ in pods)))
 
 
 def inodes(*files: Path) -> list[int]:

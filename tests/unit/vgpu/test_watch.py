@@ -12,8 +12,8 @@ import anyio.to_thread
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
-from agent.model.demand import Pod
+from agent.model.holding import Record
+from agent.model.pod import Pod
 from agent.pairing.pod_access import Recorder
 from agent.telemetry import definitions as d
 from agent.telemetry.definitions import Definition
@@ -74,7 +74,7 @@ class Node(Reporting):
     def __init__(self, root: Path) -> None:
         self.root, self.now = root, 0.0
         (root / "image.so").write_bytes(libraries.ELF)
-        record: Cell[PodList | None] = Cell(PodList((), ()))
+        record: Cell[Record | None] = Cell(Record((), ()))
         self.policies: dict[str, Enforcement] = {}
         folders = LimitFolders(root / "run")
         self.isolation = Isolation(
