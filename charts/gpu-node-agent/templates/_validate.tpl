@@ -10,6 +10,15 @@
 {{- if and $v.simulator.enabled $v.mps.enabled -}}
 {{- fail "simulator.enabled and mps.enabled are both true, and there is no simulated MPS on a node: set one of them to false" -}}
 {{- end -}}
+{{- range $block, $keys := .Files.Get "files/config-keys.yaml" | fromYaml -}}
+{{- $given := $block | empty | ternary $v (get $v $block) -}}
+{{- $path := $block | empty | ternary "" (printf "%s." $block) -}}
+{{- range $key := $keys -}}
+{{- if hasKey $given $key -}}
+{{- fail (printf "%s%s is a key of the agent's configuration: set config.%s%s" $path $key $path $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if hasKey $v.config "https" -}}
 {{- fail "config.https must fit the mounts and monitors, so the chart sets it: use metrics.access instead" -}}
 {{- end -}}
