@@ -18,15 +18,9 @@ MISPLACED = {
 }
 # Keys that the chart sets itself, also below `config`: a hint at config would lead nowhere.
 THE_CHARTS = {
-    *("version", "modes", "http", "https", "cluster", "simulator", "host"),
-    *(
-        "vgpu.resize",
-        "driver.root",
-        "driver.devRoot",
-        "kubelet.root",
-        "kubelet.devicePlugins",
-        "simulator.profile",
-    ),
+    *("version", "modes", "http", "https", "cluster"),
+    *("vgpu.resize", "driver.root", "kubelet.root", "kubelet.devicePlugins"),
+    *(f"host.{key}" for key in ("sysfs", "proc", "run", "cdi", "cgroups")),
 }
 
 
@@ -57,7 +51,7 @@ def _own(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def misplaced(document: dict[str, Any]) -> dict[str, list[str]]:
-    """Keys of the configuration that are no values of the chart, by the block of values with the same name."""
+    """Keys of the configuration that are no values of the chart, by the block of values of that name."""
     own = _own(document)["properties"]
     definitions = settings.schema()["$defs"]
     keys = definitions["Settings"]["properties"]

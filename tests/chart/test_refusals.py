@@ -39,7 +39,9 @@ BAD = {
     "default mode that is off": ('config.defaultMode="mps"', ["mps.enabled is false", "switch the mode on"]),
     "modes twice": ("config.modes.mps=true", ["config.modes follows from", "mps.enabled"]),
     "port twice": ("config.http.port=80", ["config.http", "port"]),
-    "moved folder": ('config.host.run="/x"', ["config.host.run", "mounts"]),
+    "moved folder": ('config.host.run="/x"', ["config.host.run", "mounts", "take it out"]),
+    "state beside its value": ('config.host.state="/x"', ["config.host.state", "use the value host.state"]),
+    "device root beside its value": ('config.driver.devRoot="/"', ["use the value driver.devRoot"]),
     "scraped twice": (
         ["metrics.podMonitor.enabled=true", "metrics.serviceMonitor.enabled=true"],
         ["scraped twice"],
