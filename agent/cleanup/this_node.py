@@ -19,6 +19,7 @@ from agent.holdings.holdings import HoldingsWatch, holders_by_gpu
 from agent.injection import specification
 from agent.injection.hook import FOLDER as BIN
 from agent.kit import trees
+from agent.kit.atomic_file import DRAFT
 from agent.kit.lock import Taken, exclusive
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.model.modes import Mode
@@ -122,6 +123,8 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
             # The folder may be read-only where there is nothing of ours.
             if file.exists():
                 file.unlink()
+        for draft in folder.glob(f"{DRAFT}*"):
+            draft.unlink(missing_ok=True)
         leaving.remove_files(settings)
         for root, names in stay.items():
             if root.is_dir():
