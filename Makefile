@@ -127,8 +127,7 @@ image: venv ## build the container image from the Dockerfile, without an engine:
 	$(PYTHON_IN_VENV) -m tests.cluster.build.agent_image build/image$(if $(ARCH),-$(ARCH)).tar $(ARCH)
 
 chart: venv ## check the chart and pack it: build/gpu-node-agent-<version>.tgz
-	helm lint --strict charts/gpu-node-agent --namespace gpu-node-agent
-	helm package charts/gpu-node-agent --destination build
+	@.ci/release chart
 
 clean: ## remove what was built, .venv included
 	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

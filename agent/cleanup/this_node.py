@@ -20,6 +20,7 @@ from agent.holdings.holdings import HoldingsWatch
 from agent.injection import specification
 from agent.injection.hook import FOLDER as BIN
 from agent.kit import trees
+from agent.kit.atomic_file import DRAFT
 from agent.kit.lock import Taken, exclusive
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.modes.wing import NotLeft
@@ -130,6 +131,8 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
             # The folder may be read-only where there is nothing of ours.
             if file.is_file():
                 file.unlink()
+        for draft in folder.glob(f"{DRAFT}*"):
+            draft.unlink(missing_ok=True)
         for root, names in stay.items():
             if root.is_dir():
                 _empty(root, {LOCK, *names} if kept else {LOCK})

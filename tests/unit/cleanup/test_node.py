@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import msgspec
 import pytest
 
 from agent.cleanup import this_node
@@ -70,6 +71,36 @@ def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     assert [name for name in foreign if not (tmp_path / name).exists()] == []
     assert list((tmp_path / "run").iterdir()) == []
     cleaned(settings)
+
+
+def test_nothing_is_left_of_a_killed_agent_and_of_daemons_in_a_driver_root(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """Drafts in the shared CDI folder, and the folders on which daemons had theirs; the driver's own stay."""
+    driver = tmp_path / "driver"
+    points = driver / (tmp_path / "run").relative_to("/")
+    (points / "mps" / "GPU-1").mkdir(parents=True)
+    (driver / "usr" / "lib").mkdir(parents=True)
+    (tmp_path / "cdi" / ".gpu-node-agent-x1").touch()
+    (tmp_path / "cdi" / ".other").touch()
+    there = msgspec.structs.replace(
+        settings, driver=msgspec.structs.replace(settings.driver, root=str(driver))
+    )
+    assert this_node.remove_files(there)
+    assert [each.name for each in (tmp_path / "cdi").iterdir()] == [".other"]
+    assert not points.exists()
+    assert (driver / "usr" / "lib").is_dir()
+
+
+def test_files_of_others_in_a_driver_root_stay(settings: Settings, tmp_path: Path) -> None:
+    points = tmp_path / "driver" / (tmp_path / "run").relative_to("/")
+    (points / "mps").mkdir(parents=True)
+    (points / "somebody").touch()
+    there = msgspec.structs.replace(
+        settings, driver=msgspec.structs.replace(settings.driver, root=str(tmp_path / "driver"))
+    )
+    assert this_node.remove_files(there)
+    assert [each.name for each in points.iterdir()] == ["somebody"]
 
 
 def test_what_running_containers_name_stays(settings: Settings, tmp_path: Path, logs: Any) -> None:
