@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdist.remote import Producer
+from _pytest.fixtures import SubRequest
 
 from tests.cluster import side_by_side
 from tests.cluster.build import BuildError, Parts, agent_image, build_parts
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: side_by_side.place(item.nodeid))
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> side_by_side.Schedule:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> side_by_side.Schedule:
     """Each worker has clusters of its own: tests that share one stay together."""
     config.option.loadscopereorder = False
     return side_by_side.Schedule(config, log)
@@ -44,9 +44,7 @@ failures: Counter[str] = Counter()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> Iterator[None]:
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: SubRequest) -> Iterator[None]:
     """A shared fixture that failed fails the test that asked for it; the next test tries once more."""
     try:
         return (yield)

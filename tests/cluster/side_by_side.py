@@ -20,7 +20,6 @@ TOGETHER: Final[Mapping[str, Sequence[str]]] = {
         "test_policies",
         "test_install_extender",
         "test_documented_commands",
-        "test_image",
     ),
 }
 LONGEST_FIRST: Final = (

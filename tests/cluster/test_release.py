@@ -19,6 +19,7 @@ from tests.cluster.options import Options
 from tests.cluster.rig import REPOSITORY, Cluster, logs_folder
 from tests.cluster.waiting import NotYet, RigError, eventually
 from tests.nvml_double.build import STATE_VARIABLE
+from tests.pace import scaled
 
 NAMESPACE = "gpu-node-agent"
 PLACEHOLDER = "registry.example.com/gpu/"
@@ -111,7 +112,7 @@ def test_documented_install_commands_work_from_a_registry(
             words = command.replace(PLACEHOLDER, f"{address}/gpu/").replace("NODE", cluster.node)
             assert "example" not in words, f"{command!r} holds another placeholder"
             if words.startswith("helm install"):
-                words += f" --values={values} --plain-http --wait --timeout=60s"
+                words += f" --values={values} --plain-http --wait --timeout={scaled(60):.0f}s"
             if " POD" in words:
                 words = words.replace(" POD", f" {agents(cluster)[0]['metadata']['name']}")
             run(cluster, folder, words)

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from tests.pace import scaled
+
 T = TypeVar("T")
 
 
@@ -22,13 +24,15 @@ class NotYet(Exception):
 def eventually(condition: Callable[[], T], *, timeout: float, what: str, interval: float = 0.05) -> T:
     """Return the first result of `condition` that is not raised as NotYet.
 
-    `timeout` and `interval` are in seconds. Raises RigTimeout naming `what` and the last NotYet.
+    `timeout` and `interval` are in seconds; a slow machine has longer. Raises RigTimeout naming `what` and
+    the last NotYet.
     """
-    deadline = time.monotonic() + timeout
+    seconds = scaled(timeout)
+    deadline = time.monotonic() + seconds
     while True:
         try:
             return condition()
         except NotYet as reason:
             if time.monotonic() >= deadline:
-                raise RigTimeout(f"{what}: not within {timeout:g} s; last seen: {reason}") from None
+                raise RigTimeout(f"{what}: not within {seconds:g} s; last seen: {reason}") from None
         time.sleep(interval)
