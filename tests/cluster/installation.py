@@ -143,7 +143,8 @@ class Installation:
                 raise NotYet(f"{len(found)} pods")
             conditions = {each["type"]: each["status"] for each in found[0]["status"].get("conditions", [])}
             if conditions.get("Ready") != "True":
-                raise NotYet(json.dumps(found[0]["status"])[:1500] + self.agent_log())
+                status = json.dumps(found[0]["status"])[:1500]
+                raise NotYet(lambda: status + self.agent_log())
             return found[0]
 
         return eventually(ready, timeout=timeout, what="the agent is ready", interval=0.2)

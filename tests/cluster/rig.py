@@ -137,6 +137,8 @@ class Cluster(RigNode):
 
     def down(self) -> None:
         """Stop everything and remove every trace; harmless when called again."""
+        if self._api is not None:
+            self._api.close()
         try:
             self._end_programs()
         finally:

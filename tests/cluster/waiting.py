@@ -18,7 +18,17 @@ class RigTimeout(RigError, TimeoutError):
 
 
 class NotYet(Exception):
-    """Raised by a condition that does not hold yet; its text is what was seen instead."""
+    """Raised by a condition that does not hold yet; its text is what was seen instead.
+
+    Where that text has to be asked for, it is a function, which is called at the deadline only.
+    """
+
+    def __init__(self, seen: str | Callable[[], str]) -> None:
+        super().__init__(seen)
+        self._seen = seen
+
+    def __str__(self) -> str:
+        return self._seen if isinstance(self._seen, str) else self._seen()
 
 
 def eventually(condition: Callable[[], T], *, timeout: float, what: str, interval: float = 0.05) -> T:
