@@ -12,7 +12,7 @@ PROGRAM_MINUTES = 2
 
 
 def missing() -> list[str]:
-    """What is to be built, each with the minutes that it takes on two cores that do nothing else."""
+    """Parts to be built, each with the minutes that it takes on two cores that do nothing else."""
     found = missing_parts()
     found += [
         f"{family.label} (about {PROGRAM_MINUTES} min, once)"
