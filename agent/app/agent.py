@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agent.app.build_node import NodeParts
-from agent.app.mode_parts import ModeParts
 from agent.app.parts import Core
 from agent.cluster.reach import ClusterAccess
 from agent.kit.cell import Cell
@@ -13,12 +12,13 @@ from agent.model.modes import Mode
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.modes.unexplained import Unexplained
+from agent.modes.wing import Wing
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
     core: Core
-    modes: Mapping[Mode, ModeParts]
+    wings: Mapping[Mode, Wing]
     desired: DesiredSource
     switcher: ModeSwitcher
     unexplained: Unexplained

@@ -1,43 +1,35 @@
 """Builds the switching of modes: the request, the resources, the switcher, and the writers of its outcome."""
 
-import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import anyio
 
-from agent.app import degradations
 from agent.app.build_node import NodeParts, build_node, start_node
-from agent.app.mode_parts import ModeParts
 from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
 from agent.cluster.reach import ClusterAccess
-from agent.holdings.owners import Owners, pods_of_processes
+from agent.holdings.owners import Owners, pods_of_processes, pods_of_strangers
 from agent.inventory.gpu_monitor import GpuMonitor
-from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.growth import Growth
-from agent.model.modes import OFFERED_MODES, Assignment, Mode
-from agent.model.node_layout import Entry
+from agent.model.modes import Assignment, Mode
 from agent.modes.cordon_book import CordonBook
-from agent.modes.desired import Desired, ModeCatalog
+from agent.modes.desired import Desired, catalog_of
 from agent.modes.last_request import LastRequest
-from agent.modes.lingering import Lingering
-from agent.modes.mode_metrics import modes_collector
+from agent.modes.lingering import Departed, Lingering
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.modes.unexplained import Unexplained
+from agent.modes.wing import Wing
 from agent.node import inventory_annotation
 from agent.node.driver_upgrade import DriverUpgrade
-from agent.nvml.nvml_errors import NvmlError, NvmlHung
-from agent.nvml.port import Sample, SampleRequest
-from agent.nvml.sweep import Sweep
+from agent.nvml.processes import ProcessSweep
 from agent.settings import Settings
 from agent.telemetry.sampler import Sampler
 
@@ -46,7 +38,7 @@ FIRST_REQUEST_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ModeRequest:
     """The mode that is wanted, and the one that was before this process."""
 
     source: DesiredSource
@@ -65,25 +57,25 @@ class Switching:
     upgrade: DriverUpgrade | None  # None: the same, or not wanted
 
 
-async def build_request(settings: Settings) -> Request:
+async def build_request(settings: Settings) -> ModeRequest:
     """Where the wanted mode comes from; nothing is followed yet."""
     memory = LastRequest(Path(settings.host.state) / "mode")
-    return Request(DesiredSource(catalog_of(settings)), memory, await memory.read())
+    return ModeRequest(DesiredSource(catalog_of(settings)), memory, await memory.read())
 
 
 async def build_switching(
     core: Core,
     tasks: Tasks,
-    cluster: ClusterAccess | None,
     monitor: GpuMonitor,
-    request: Request,
-    modes: Mapping[Mode, ModeParts],
+    request: ModeRequest,
+    wings: Mapping[Mode, Wing],
     assignment: Cell[Assignment],
     grown: Cell[Mapping[str, Growth]],
     sampler: Sampler,
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
+    cluster = core.cluster
     own = _own_node(cluster) if cluster else None
     most = settings.mps.most_clients
 
@@ -93,7 +85,7 @@ async def build_switching(
         return Endpoint(plugin, root, settings.device_plugins_folder, record.allocated, lambda: record.began)
 
     resources = ResourceSet(
-        {mode: parts.plugins for mode, parts in modes.items()},
+        {mode: wing.plugins() for mode, wing in wings.items()},
         readiness.endpoints,
         endpoint_of,
         core.supervisor,
@@ -111,9 +103,6 @@ async def build_switching(
     unexplained = _unexplained(core, sampler, lingering)
     tasks.start("processes of others", unexplained.run)
 
-    def gate(state: GpuState, mode: Mode) -> str | None:
-        return modes[mode].refusal(state)
-
     switcher = ModeSwitcher(
         snapshot,
         request.source.cell,
@@ -122,8 +111,7 @@ async def build_switching(
         resources,
         state=readiness.switch,
         announcer=node.withdrawals if node else None,
-        backends={mode: parts.backend for mode, parts in modes.items() if parts.backend},
-        gate=gate,
+        wings=wings,
         when_busy=settings.when_busy,
         standing=request.source.catalog.remembered(request.remembered),
         cordons=in_force,
@@ -133,21 +121,11 @@ async def build_switching(
     upgrade = None
     if own and follows_upgrades:
         upgrade = DriverUpgrade(own, monitor, snapshot, switcher.state, cordons.cell, in_force)
-    writers = node.writers if node else {}
-    core.collectors.append(
-        partial(modes_collector, switcher.state, lambda: switcher.switches, writers, unexplained)
-    )
-    readiness.degradations += [
-        lambda: degradations.writers(cluster, writers) if cluster else [],
-        lambda: degradations.cordons(cordons),
-        lambda: degradations.driver_upgrade(upgrade) if upgrade else [],
-        lambda: degradations.mode(switcher.state.value),
-    ]
     return Switching(switcher, unexplained, cordons, resources, own, node, upgrade)
 
 
 async def start_switching(
-    parts: Switching, core: Core, tasks: Tasks, request: Request, grown: Cell[Mapping[str, Growth]]
+    parts: Switching, core: Core, tasks: Tasks, request: ModeRequest, grown: Cell[Mapping[str, Growth]]
 ) -> None:
     """Follow the request, and switch once it is known, or has not come for a while."""
     settings, source = core.settings, request.source
@@ -170,38 +148,15 @@ async def start_switching(
         start_node(parts.node, core, tasks, parts.resources, parts.switcher.assignment, grown)
 
 
-def catalog_of(settings: Settings) -> ModeCatalog:
-    """The modes that may be requested under a configuration."""
-    allowed = settings.modes
-    modes = [mode for mode in OFFERED_MODES if getattr(allowed, mode.value)]
-    layouts = {
-        name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
-        for name, entries in settings.layouts.items()
-    }
-    return ModeCatalog(layouts, tuple(modes), settings.default_mode)
-
-
 def _lingering(core: Core) -> Lingering:
-    nvml, record = core.nvml, core.holdings
+    proc, snapshot, record = Path(core.settings.host.proc), core.inventory.snapshot, core.holdings
 
-    def read(uuid: str) -> Sample:
-        return nvml.sample(uuid, SampleRequest(time.time_ns() // 1000, counters=False))
+    def gpus() -> Collection[str]:
+        return tuple(snapshot.value.by_uuid)
 
-    sweep = Sweep[str, Sample](core.calls, read)
-
-    async def processes(uuids: Collection[str]) -> Mapping[str, Collection[int]]:
-        found: dict[str, Collection[int]] = {}
-
-        def note(uuid: str, outcome: Sample | NvmlError) -> bool:
-            if isinstance(outcome, Sample) and outcome.processes is not None:
-                found[uuid] = [each.pid for each in outcome.processes]
-            return True
-
-        with suppress(NvmlHung):
-            await sweep.over(tuple(uuids), note)
-        return found
-
-    return Lingering(record.gpus_by_pod, processes, Owners(Path(core.settings.host.proc)).of, record.cell)
+    departed = Departed(gpus, partial(pods_of_strangers, proc=proc), record.known_pods)
+    pids = ProcessSweep(core.nvml, core.calls).pids
+    return Lingering(record.gpus_by_pod, pids, Owners(proc).of, record.cell, departed)
 
 
 def _unexplained(core: Core, sampler: Sampler, lingering: Lingering) -> Unexplained:

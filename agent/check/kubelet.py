@@ -14,12 +14,9 @@ from agent.check.software import CheckedNode
 from agent.model.look import Look
 from agent.model.modes import FOREIGN_VALUES
 from agent.modes.desired import LABEL
-from agent.mps.processes import kernel_problem
 from agent.settings import Settings
 
 OLDEST_KUBELET = (1, 25)
-# Mounts whose links nobody follows, which MPS shares have (docs/mps.md).
-KERNEL_FOR_MPS = (5, 10)
 # Where distributions put the kubelet's configuration, if its command line is not seen.
 FILES = (
     "/var/lib/kubelet/config.yaml",  # kubeadm
@@ -128,15 +125,7 @@ def _topology(host: HostFiles) -> Look:
 
 def look_at_kernel(settings: Settings, host: HostFiles) -> Iterator[Look]:
     """Kernel and cgroups. Blocks."""
-    release = os.uname().release
-    digits = [part for part in release.replace("-", ".").split(".")[:2] if part.isdigit()]
-    if settings.modes.mps and (problem := kernel_problem()):
-        yield Look.failed("kernel", f"{problem}, or set modes.mps: false")
-    elif settings.modes.mps and tuple(map(int, digits)) < KERNEL_FOR_MPS:
-        text = "links in shared memory of MPS pods are followed before Linux 5.10 (docs/mps.md)"
-        yield Look.warning("kernel", f"{release}: {text}")
-    else:
-        yield Look.ok("kernel", f"{release}, {os.uname().machine}")
+    yield Look.ok("kernel", f"{os.uname().release}, {os.uname().machine}")
     folder = host.folder("/sys/fs/cgroup") if host.named else Path(settings.host.cgroups)
     version = cgroup_version(folder)
     if version == 1:

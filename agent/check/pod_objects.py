@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from agent.cluster.reflector import Metadata
+from agent.model.metadata import Metadata
 
 
 class ContainerEnd(msgspec.Struct, rename="camel"):

@@ -16,9 +16,9 @@ import structlog
 from agent.cleanup import request
 from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupState, Exchange
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
-from agent.cluster.pods import Pod
-from agent.cluster.reflector import Metadata
 from agent.model.demand import MPS
+from agent.model.metadata import Metadata
+from agent.model.pod import Pod
 
 log = structlog.get_logger()
 

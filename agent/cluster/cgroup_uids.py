@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic
 
-from agent.cluster.reflector import Item, Metadata
+from agent.cluster.reflector import Item
+from agent.model.metadata import Metadata
 
 HASH_ANNOTATION = "kubernetes.io/config.hash"
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from agent.cluster.api import KubeApi
-from agent.cluster.reflector import Metadata, Reflector
+from agent.cluster.reflector import Reflector
+from agent.model.metadata import Metadata
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)

@@ -20,6 +20,8 @@ FIRST_COPY_SECONDS = 1.0
 class NamespaceLabels:
     """The namespaces that carry the label; others are not even listed."""
 
+    label = LABEL
+
     def __init__(self, api: KubeApi) -> None:
         self.reflector = Reflector(
             api, "/api/v1/namespaces", {"labelSelector": LABEL}, PartialObject, "namespaces"

@@ -13,9 +13,10 @@ import anyio
 import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi, Status
+from agent.cluster.api import ApiError, ApiRefused, ApiStatus, ApiUnavailable, KubeApi
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
+from agent.model.metadata import Metadata
 
 log = structlog.get_logger()
 
@@ -28,26 +29,6 @@ LONGEST_RETRY_AFTER_SECONDS = 120.0  # what a server may ask for; more would lea
 LIST_SECONDS = 30.0  # for one page
 PAGE_ITEMS = 500
 INITIAL_EVENTS_END = "k8s.io/initial-events-end"
-
-
-class OwnerReference(msgspec.Struct, rename="camel", frozen=True):
-    api_version: str = ""
-    kind: str = ""
-    name: str = ""
-    uid: str = ""
-    controller: bool | None = None
-
-
-class Metadata(msgspec.Struct, rename="camel", frozen=True):
-    name: str = ""
-    namespace: str = ""
-    uid: str = ""
-    resource_version: str = ""
-    labels: dict[str, str] = msgspec.field(default_factory=dict)
-    annotations: dict[str, str] = msgspec.field(default_factory=dict)
-    owner_references: list[OwnerReference] = msgspec.field(default_factory=list)
-    deletion_timestamp: str | None = None
-    deletion_grace_period_seconds: int | None = None
 
 
 class ApiObject(Protocol):
@@ -195,7 +176,7 @@ class Reflector(Generic[Item]):
     def _take(self, event: _Event, fresh: dict[str, Item] | None) -> dict[str, Item] | None:
         """One event of a watch; answers the list under construction, None once it is complete."""
         if event.type == "ERROR":
-            problem = msgspec.json.decode(event.object, type=Status)
+            problem = msgspec.json.decode(event.object, type=ApiStatus)
             raise ApiRefused(problem.code, f"{self._path}: {problem.code} {problem.message}")
         if event.type == "BOOKMARK":
             mark = msgspec.json.decode(event.object, type=PartialObject).metadata

@@ -19,7 +19,7 @@ from agent.extender.objects import WatchedPod, as_model, decode_pod
 from agent.extender.pod_demand import PodDemand, annotations_of, pod_demand
 from agent.extender.scheduler_protocol import BindingArgs
 from agent.model.demand import Impossible
-from agent.model.placement import HINT_NODE, HINT_TIME, Policy, policy_of
+from agent.model.placement import HINT_NODE, HINT_TIME, PlacementPolicy, policy_of
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ BIND_SECONDS = 4.0
 @dataclass(frozen=True, slots=True)
 class PodRequest:
     demand: PodDemand
-    policy: Policy
+    policy: PlacementPolicy
 
 
 class NotBound(Exception):
@@ -45,7 +45,7 @@ class Binder:
         self,
         api: KubeApi,
         fleet: Fleet,
-        policy: Policy,
+        policy: PlacementPolicy,
         assume_seconds: float,
         holds: Callable[[], bool],
         gang_seconds: float = 60.0,

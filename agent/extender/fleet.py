@@ -16,7 +16,7 @@ from agent.extender.pod_demand import WHOLE_GPUS, PodDemand
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.node_inventory import NodeInventory
-from agent.model.placement import Policy, usual_mix
+from agent.model.placement import PlacementPolicy, usual_mix
 
 UNKNOWN_NODE = "node not known to the extender"
 
@@ -201,7 +201,7 @@ class Fleet:
         return judge(self.free(name), demand, inventory, work or SearchWork(), {} if alike is None else alike)
 
     def pick(
-        self, name: str, demand: PodDemand, policy: Policy, work: SearchWork | None = None
+        self, name: str, demand: PodDemand, policy: PlacementPolicy, work: SearchWork | None = None
     ) -> Picked | None:
         """GPUs of a node for a demand; an empty choice where the node has no inventory."""
         inventory = self.inventory(name)

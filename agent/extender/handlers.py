@@ -18,7 +18,7 @@ from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import WatchedPod, gang_of
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.model.demand import Impossible
-from agent.web.server import Handler, HttpServer, Reply, Request
+from agent.web.server import Handler, HttpRequest, HttpServer, Reply
 
 log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ class Unready(Exception):
 
 
 # The answer in JSON, and the result as metrics show it. Raises Unready, BadRequest.
-Act = Callable[[Request, ServingState], Awaitable[tuple[bytes, str]]]
+Act = Callable[[HttpRequest, ServingState], Awaitable[tuple[bytes, str]]]
 
 
 class Verbs:
@@ -71,7 +71,7 @@ class Verbs:
         ):
             server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
-    async def filter(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
+    async def filter(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         asked = await _asked(request)
         try:
             wanted = serving.binder.request(asked.pod)
@@ -114,7 +114,7 @@ class Verbs:
         self._looks -= 1
         return True
 
-    async def prioritize(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
+    async def prioritize(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         asked = await _asked(request)
         try:
             wanted = serving.binder.request(asked.pod)
@@ -123,7 +123,7 @@ class Verbs:
         scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names)
         return scheduler_protocol.prioritized(asked.names, scores), "ok"
 
-    async def preempt(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
+    async def preempt(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         """Nodes where evictions would give the pod its GPUs, and which of them are needed."""
         asked = scheduler_protocol.preemption(request.body)
         try:
@@ -136,7 +136,7 @@ class Verbs:
         found = await victims_needed(fleet, demand, asked.victims, give_back=asked.only_gpus)
         return scheduler_protocol.preempted(asked, found), "ok" if found else "nowhere"
 
-    async def bind(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
+    async def bind(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         binding = scheduler_protocol.binding(request.body)
         try:
             await serving.binder.bind(binding)
@@ -146,7 +146,7 @@ class Verbs:
         return scheduler_protocol.bound(), "ok"
 
     def _measured(self, verb: str, act: Act) -> Handler:
-        async def handle(request: Request) -> Reply:
+        async def handle(request: HttpRequest) -> Reply:
             started = time.perf_counter()
             # What is counted where no answer is made: too late, or a fault, which the server answers.
             code, result = 500, "error"
@@ -164,7 +164,7 @@ class Verbs:
 
         return handle
 
-    async def _answer(self, request: Request, act: Act) -> tuple[Reply, str]:
+    async def _answer(self, request: HttpRequest, act: Act) -> tuple[Reply, str]:
         try:
             if (serving := self._serving()) is None:
                 raise Unready("this extender is not the leader, or its ledger is not complete yet; try again")
@@ -199,7 +199,7 @@ async def _kept_for_gang(
     return fitting, refused
 
 
-async def _asked(request: Request) -> scheduler_protocol.Asked:
+async def _asked(request: HttpRequest) -> scheduler_protocol.Asked:
     if len(request.body) < LARGE:
         return scheduler_protocol.asked(request.body)
     return await anyio.to_thread.run_sync(scheduler_protocol.asked, request.body)

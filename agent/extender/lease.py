@@ -17,10 +17,11 @@ import msgspec
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
-from agent.cluster.reflector import Metadata, PartialObject
+from agent.cluster.reflector import PartialObject
 from agent.extender.settings import Lease as LeaseSettings
 from agent.extender.settings import Serving
 from agent.kit.cell import Cell
+from agent.model.metadata import Metadata
 
 log = structlog.get_logger()
 

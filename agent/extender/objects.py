@@ -6,17 +6,17 @@ from typing import Any
 import msgspec
 import structlog
 
-from agent.cluster.pods import Pod as ApiPod
-from agent.cluster.pods import PodSpec, PodStatus, convert
-from agent.cluster.reflector import Metadata
 from agent.extender.fleet import BoundPod, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
-from agent.model.demand import Impossible, Pod, units
+from agent.model.demand import Impossible
 from agent.model.ids import BadDeviceId, parse
+from agent.model.metadata import Metadata
 from agent.model.modes import PAIRS, Mode
 from agent.model.node_inventory import INVENTORY, BadInventory, decode
 from agent.model.placement import ASSIGNED
+from agent.model.pod import Pod, PodSpec, PodStatus
+from agent.model.quantity import units
 
 log = structlog.get_logger()
 
@@ -142,7 +142,7 @@ def gang_of(pod: WatchedPod) -> str:
 
 
 def as_model(pod: WatchedPod) -> Pod:
-    return convert(ApiPod(pod.metadata, pod.spec, PodStatus(phase=pod.status.phase)))
+    return Pod(pod.metadata, pod.spec, PodStatus(phase=pod.status.phase))
 
 
 # The mode of each unit of a pair, and its place in the pair.

@@ -15,7 +15,6 @@ import anyio.lowlevel
 from agent.cluster.api import KubeApi
 from agent.cluster.deltas import DeltaReflector
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
-from agent.cluster.reflector import Metadata
 from agent.extender.choice import refusal
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import free_capacity
@@ -26,6 +25,7 @@ from agent.extender.pod_demand import WHOLE_GPU, PodDemand, Slot, pod_demand
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.kit.supervise import Supervisor
 from agent.model.demand import WAITING_FOR_GPU, Impossible
+from agent.model.metadata import Metadata
 from agent.model.modes import PAIRS, Mode
 from agent.model.node_inventory import NodeInventory
 

@@ -4,13 +4,14 @@ A slot is what must lie together: the share, or the whole GPUs, of one container
 inherit units from init containers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from agent.model.demand import Container, Demand, Impossible, Pod, Stage, demand_of, init_group_of
+from agent.model.demand import Demand, Impossible, demand_of, init_group_of
 from agent.model.modes import OFFERED_MODES, PAIRS, Mode
 from agent.model.placement import ASSIGNED, HINT, indices_in, places
+from agent.model.pod import Container, Pod, Stage
 from agent.model.units import ResourcePair
 
 # A node lists its time slices by the first of these names, or by another.
@@ -58,7 +59,7 @@ def pod_demand(pod: Pod) -> PodDemand:
     try:
         return _of_shape(wanted)
     except Impossible:
-        return _worked_out(pod)  # once more, for a sentence that names the container
+        return _worked_out(pod.containers)  # once more, for a sentence that names the container
 
 
 def _ours(limits: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -67,45 +68,44 @@ def _ours(limits: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=4096)
 def _of_shape(wanted: tuple[tuple[Stage, tuple[tuple[str, int], ...]], ...]) -> PodDemand:
-    containers = [Container(str(n), dict(limits), stage) for n, (stage, limits) in enumerate(wanted)]
-    return _worked_out(Pod("", "", tuple(containers)))
+    return _worked_out([Container(str(n), dict(limits), stage) for n, (stage, limits) in enumerate(wanted)])
 
 
-def _worked_out(pod: Pod) -> PodDemand:
-    slots = [slot for mode, pair in PAIRS.items() for slot in _slots(mode, pair, pod)]
+def _worked_out(containers: Sequence[Container]) -> PodDemand:
+    slots = [slot for mode, pair in PAIRS.items() for slot in _slots(mode, pair, containers)]
     slots.sort(key=lambda slot: slot.size, reverse=True)
-    totals = tuple((name, count) for name in RESOURCES if (count := _counted(name, pod)))
-    return PodDemand(tuple(slots), sum(_allocated(name, pod) for name in WHOLE_GPUS), totals)
+    totals = tuple((name, count) for name in RESOURCES if (count := _counted(name, containers)))
+    return PodDemand(tuple(slots), sum(_allocated(name, containers) for name in WHOLE_GPUS), totals)
 
 
-def _slots(mode: Mode, pair: ResourcePair, pod: Pod) -> list[Slot]:
-    numbers = {name: number for number, name in enumerate(places(pod))}
-    group = init_group_of(pair, pod)
+def _slots(mode: Mode, pair: ResourcePair, containers: Sequence[Container]) -> list[Slot]:
+    numbers = {name: number for number, name in enumerate(places(containers))}
+    group = init_group_of(pair, containers)
     tied = group.containers if group else frozenset()
     found: list[Slot] = []
     if group:
         members = tuple(number for name, number in numbers.items() if name in tied)
         found.append(Slot(mode, group.peak, len(tied), members))
-    others = (each for each in pod.containers if each.name not in tied)
+    others = (each for each in containers if each.name not in tied)
     return found + [
         Slot(mode, demand, 1, (numbers[each.name],)) for each in others if (demand := demand_of(pair, each))
     ]
 
 
-def _allocated(resource: str, pod: Pod) -> int:
+def _allocated(resource: str, containers: Sequence[Container]) -> int:
     """Devices that the kubelet takes for a pod: app containers reuse those of plain init containers."""
     reusable = taken = 0
-    for container in pod.containers:
+    for container in containers:
         asked = container.limits.get(resource, 0)
         taken += max(0, asked - reusable)
         reusable = max(reusable, asked) if container.stage is Stage.INIT else max(0, reusable - asked)
     return taken
 
 
-def _counted(resource: str, pod: Pod) -> int:
+def _counted(resource: str, containers: Sequence[Container]) -> int:
     """A pod's request by kube-scheduler's rule: the most of init containers and of all that run together."""
     most = sidecars = apps = 0
-    for container in pod.containers:
+    for container in containers:
         asked = container.limits.get(resource, 0)
         if container.stage is Stage.SIDECAR:
             sidecars += asked

@@ -1,8 +1,7 @@
 """Keeps the record of who holds what at hand for reports on pods; decisions read it again."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -12,21 +11,14 @@ import anyio.to_thread
 import structlog
 
 from agent.holdings.checkpoint import Checkpoint, CheckpointUnreadable, Entries
-from agent.holdings.record import OURS, PodRecord, Record, View, join
+from agent.holdings.record import OURS, Evidence, PodEvidence, View, join
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kubelet.kubelet_socket import Identity, KubeletSocket
-from agent.kubelet.podresources import (
-    LIST_SECONDS,
-    Holding,
-    PodList,
-    PodResources,
-    PodResourcesUnavailable,
-)
-from agent.model.demand import Pod
-from agent.model.ids import SEPARATOR, BadDeviceId, parse
-from agent.model.modes import MODE_OF_UNIT, Mode
-from agent.model.units import REPLICA
+from agent.kubelet.podresources import LIST_SECONDS, PodResources, PodResourcesUnavailable
+from agent.model.holding import Holding, Record
+from agent.model.ids import BadDeviceId, parse
+from agent.model.pod import Pod
 
 log = structlog.get_logger()
 
@@ -41,35 +33,7 @@ BURST_SECONDS = 3.0
 READINGS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class GpuHolder:
-    """A container that holds units of a GPU, and in which mode it got them."""
-
-    mode: Mode
-    replica: bool  # of a time-sliced GPU
-    holding: Holding
-
-    @property
-    def pod(self) -> str:
-        """namespace/name of the pod."""
-        return f"{self.holding.namespace}/{self.holding.pod}".removeprefix("/")
-
-
-def holders_by_gpu(pods: PodList) -> dict[str, list[GpuHolder]]:
-    """Who holds what of each GPU, by UUID. Resources of other plugins are passed over."""
-    found: dict[str, dict[GpuHolder, None]] = {}
-    for holding in pods.holdings:
-        # A container may hold hundreds of units: one of each kind and GPU is taken apart.
-        kinds = {text.rstrip("0123456789") if SEPARATOR in text else text: text for text in holding.ids}
-        for text in kinds.values():
-            with suppress(BadDeviceId):
-                device = parse(text)
-                holder = GpuHolder(MODE_OF_UNIT[device.unit], device.unit is REPLICA, holding)
-                found.setdefault(device.gpu, {})[holder] = None
-    return {gpu: list(holders) for gpu, holders in found.items()}
-
-
-def strangers_by_gpu(pods: PodList, gpus: Mapping[int, str]) -> dict[str, tuple[Holding, str]]:
+def strangers_by_gpu(pods: Record, gpus: Mapping[int, str]) -> dict[str, tuple[Holding, str]]:
     """A holding, and the device ID in it that no resource of this agent uses, of each GPU that has one.
 
     Such are the replicas of NVIDIA's plugin (`GPU-...::3`), which this agent did not hand out. `gpus`: the
@@ -106,16 +70,16 @@ class HoldingsWatch:
         self._checkpoint = Checkpoint(checkpoints) if checkpoints else None
         self._socket: Identity | None = None  # of the kubelet, as seen last
         self._answered_by: Identity | None = None  # whose answer the record is
-        self._record = Record()
+        self._record = Evidence()
         # Pods whose objects are gone, until the kubelet says whether their containers are, too.
-        self._doubted: Mapping[str, PodRecord] = {}
+        self._doubted: Mapping[str, PodEvidence] = {}
         self._differs = False  # whether a call has read something else than what was published last
         # The pods of this node by the API server, and the cell that is published when they change.
         self.view: Callable[[], View] = View
         self.pod_changes: Cell[Any] = Cell(None)
         self._checkpoint_known = False  # whether this process has read it at least once
         self._unreadable: str | None = None  # the checkpoint, and why
-        self.cell: Cell[PodList | None] = Cell(None)  # None: never read, or not readable now
+        self.cell: Cell[Record | None] = Cell(None)  # None: never read, or not readable now
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
 
@@ -130,6 +94,13 @@ class HoldingsWatch:
             uid: frozenset[str]().union(*(each.gpus for each in pod.holdings.values()))
             for uid, pod in {**self._doubted, **self._record.pods}.items()
         }
+
+    def known_pods(self) -> frozenset[str] | None:
+        """UIDs of all pods that the API server or the kubelet knows; None: that cannot be said now."""
+        view, shown = self.view(), {pod.key for pod in self.view().pods.values()}
+        if self.problem or not view.complete or self._record.joined.pods - shown:
+            return None  # of a pod that the kubelet alone knows it says no UID
+        return frozenset(view.pods.keys() | view.contested | self.gpus_by_pod().keys())
 
     def nameless_gpus(self) -> frozenset[str]:
         """GPUs of which something is held by a pod whose UID is not known."""
@@ -201,7 +172,7 @@ class HoldingsWatch:
             if self.problem is None:
                 self._publish()
 
-    async def refresh(self) -> PodList | None:
+    async def refresh(self) -> Record | None:
         """Read again now; None: it is not known who holds what, `problem` says why."""
         try:
             await self.look()
@@ -221,7 +192,7 @@ class HoldingsWatch:
         self._publish()
         return self._record.joined
 
-    async def look(self, deadline: float = LIST_SECONDS) -> PodList:
+    async def look(self, deadline: float = LIST_SECONDS) -> Record:
         """Who holds what, by a reading of this moment. Raises PodResourcesUnavailable.
 
         The checkpoint is read first: a pod that it names and the kubelet does not list afterwards has ended.
@@ -241,7 +212,7 @@ class HoldingsWatch:
                 return self._joined(replace(listed, began=began), entries, after, read=read)
         raise PodResourcesUnavailable(f"the kubelet restarted while it was asked by {self.client.path}")
 
-    def _joined(self, listed: PodList, entries: Entries, kubelet: Identity | None, *, read: bool) -> PodList:
+    def _joined(self, listed: Record, entries: Entries, kubelet: Identity | None, *, read: bool) -> Record:
         """The record by this reading; it is kept unless one that began later was answered before."""
         same = kubelet == self._answered_by
         record = join(self._record, listed, entries, self.view(), same_kubelet=same, fresh=True, read=read)

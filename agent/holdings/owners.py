@@ -7,6 +7,7 @@ from pathlib import Path
 from agent.model.cgroup import ContainerRef, container_of, started_by_agent
 
 PROC = Path("/proc")
+MPS_NAME = b"nvidia-cuda-mps"  # begins the names of MPS daemons and servers
 KTHREADD = 2  # of the host alone: in no other PID namespace is that a thread of the kernel
 
 
@@ -62,4 +63,17 @@ def pods_of_processes(pids: Iterable[int], proc: Path = PROC) -> Mapping[int, st
             if not started_by_agent(cgroups, own):
                 container = container_of(cgroups)
                 found[pid] = container.pod_uid if container else ""
+    return found
+
+
+def pods_of_strangers(pids: Iterable[int], proc: Path = PROC) -> Mapping[int, str]:
+    """The UIDs of those of these processes' pods that may have ended before the agent began. Blocks.
+
+    MPS daemons are left out: one that got no cgroup of its own stays in that of the agent's pod before.
+    """
+    found: dict[int, str] = {}
+    for pid, uid in (pods_of_processes(pids, proc) or {}).items():
+        with suppress(OSError):
+            if uid and not (proc / str(pid) / "comm").read_bytes().startswith(MPS_NAME):
+                found[pid] = uid
     return found

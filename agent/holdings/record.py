@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from agent.holdings.checkpoint import Entries
-from agent.kubelet.podresources import Holding, PodList
-from agent.model.demand import Pod
+from agent.model.holding import Holding, Record, Source
+from agent.model.pod import Pod
 
 PodKey = tuple[str, str]  # namespace, name
 Place = tuple[str, str]  # container, resource
-NOTHING = PodList((), ())
+NOTHING = Record((), ())
 OURS = "GPU-"  # begins every device ID of this agent
 # A watch that speaks so long after a reading has shown all pods of which that reading can know.
 LAG_SECONDS = 30.0
@@ -40,7 +40,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class PodRecord:
+class PodEvidence:
     """All that is remembered of one pod that holds devices; it is dropped as a whole."""
 
     key: PodKey | None = None  # None: its names are not known yet
@@ -48,14 +48,14 @@ class PodRecord:
     holdings: Mapping[Place, Holding] = field(default_factory=dict)
 
 
-UNKNOWN = PodRecord()
+UNKNOWN = PodEvidence()
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Evidence:
     """Who holds what, and what has to be remembered for the next reading."""
 
-    pods: Mapping[str, PodRecord] = field(default_factory=dict)  # by UID
+    pods: Mapping[str, PodEvidence] = field(default_factory=dict)  # by UID
     # UIDs that the kubelet listed after the API server had called them ended.
     outlived: frozenset[str] = frozenset()
     # UIDs in the checkpoint that the kubelet of now has listed or written down itself: one that it lists no
@@ -65,8 +65,8 @@ class Record:
     nameless: Mapping[str, float] = field(default_factory=dict)
     # UIDs that may have been in the checkpoint before the kubelet of now wrote it; None: not known.
     inherited: frozenset[str] | None = None
-    listed: PodList = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
-    joined: PodList = NOTHING
+    listed: Record = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
+    joined: Record = NOTHING
 
     @property
     def entries(self) -> Entries:
@@ -79,8 +79,8 @@ class Record:
 
 
 def join(
-    before: Record,
-    listed: PodList,
+    before: Evidence,
+    listed: Record,
     entries: Entries,
     view: View,
     *,
@@ -88,7 +88,7 @@ def join(
     fresh: bool,
     read: bool = False,
     over: Collection[PodKey] = (),
-) -> Record:
+) -> Evidence:
     """The record as of now.
 
     `same_kubelet`: the one that listed is the one of the record before. `fresh`: it has just answered; if
@@ -108,12 +108,12 @@ def join(
     unnamed = keys - alive - set(named.values())
     unseen = unnamed - {pod.key for pod in view.pods.values()}
 
-    def handed_on(pod: PodRecord) -> bool:
+    def handed_on(pod: PodEvidence) -> bool:
         """Whether the kubelet lists any of its units for another one."""
         held = frozenset[str]().union(*(each.id_set for each in pod.holdings.values()))
         return any(not held.isdisjoint(each.ids) for each in listed.holdings)
 
-    def lives(uid: str, pod: PodRecord) -> bool:
+    def lives(uid: str, pod: PodEvidence) -> bool:
         if uid in named and (fresh or uid in before.outlived):
             return True
         if pod.watched and view.ended(uid):
@@ -128,7 +128,7 @@ def join(
             return bool(unseen) or not view.complete or (bool(unnamed) and not shown)
         return uid not in before_heard
 
-    pods: dict[str, PodRecord] = {}
+    pods: dict[str, PodEvidence] = {}
     heard_of: set[str] = set()
     outlived: set[str] = set()
     ended: set[int] = set()  # listed holdings of pods that are over
@@ -141,7 +141,7 @@ def join(
             place: found.get(place) or _unlisted(earlier.holdings.get(place), key, uid, place, ids)
             for place, ids in held.items()
         }
-        pod = PodRecord(key, known is not None or earlier.watched, holdings)
+        pod = PodEvidence(key, known is not None or earlier.watched, holdings)
         if key in keys or uid in before_heard or (inherited is not None and uid not in inherited):
             heard_of.add(uid)
         if lives(uid, pod):
@@ -160,7 +160,7 @@ def join(
         key=lambda each: (each.namespace, each.pod, each.container, each.resource),
     )
     finished = frozenset(uid for uid, each in view.pods.items() if each.finished)
-    joined = PodList(
+    joined = Record(
         tuple(order),
         tuple(sorted(listed.containers)),
         finished,
@@ -170,10 +170,10 @@ def join(
     )
     unknown = by_pod.keys() - view.pods.keys() - named.keys()
     nameless = _nameless(before, unknown, listed.began, fresh=fresh)
-    return Record(pods, frozenset(outlived), frozenset(heard_of), nameless, inherited, listed, joined)
+    return Evidence(pods, frozenset(outlived), frozenset(heard_of), nameless, inherited, listed, joined)
 
 
-def _nameless(before: Record, uids: Collection[str], began: float, *, fresh: bool) -> Mapping[str, float]:
+def _nameless(before: Evidence, uids: Collection[str], began: float, *, fresh: bool) -> Mapping[str, float]:
     """Of `uids`, which the API server does not show, those whose names nobody knows. `began`: the reading.
 
     One whose entries are read once more after its end stays ended.
@@ -195,12 +195,13 @@ def _inherited(
 
 
 def _by_pod(
-    before: Record, entries: Entries, view: View, keys: Collection[PodKey], heard_of: Collection[str]
+    before: Evidence, entries: Entries, view: View, keys: Collection[PodKey], heard_of: Collection[str]
 ) -> dict[str, dict[Place, frozenset[str]]]:
     """Our devices by UID, as the checkpoint has them.
 
     A kubelet that has just started may forget, and no longer write down, a pod of which it has not heard
-    yet: one that lives by the API server's word goes on as it was until this kubelet has listed it.
+    yet: one that lives by the API server's word goes on as it was until this kubelet has listed it. What no
+    list shows, as with init containers, goes on until the pod's end.
     """
     found: dict[str, dict[Place, frozenset[str]]] = {}
     for (uid, container, resource), ids in entries.items():
@@ -208,14 +209,17 @@ def _by_pod(
             found.setdefault(uid, {})[container, resource] = ids
     for uid, pod in before.pods.items():
         known = view.pods.get(uid)
-        unheard = known and not known.finished and known.key not in keys
-        if uid not in found and unheard and uid not in heard_of:
-            found[uid] = {place: each.id_set for place, each in pod.holdings.items()}
+        if uid in found or known is None or known.finished:
+            continue
+        unheard = known.key not in keys and uid not in heard_of
+        kept = {place: each.id_set for place, each in pod.holdings.items() if unheard or not each.listed}
+        if kept:
+            found[uid] = kept
     return found
 
 
 def _matches(
-    before: Record, listed: PodList, by_pod: Mapping[str, Mapping[Place, frozenset[str]]], view: View
+    before: Evidence, listed: Record, by_pod: Mapping[str, Mapping[Place, frozenset[str]]], view: View
 ) -> dict[str, dict[Place, Holding]]:
     """The listed holdings that are those of a UID.
 
@@ -244,10 +248,10 @@ def _unlisted(
     # One that the kubelet listed before goes on as it was: it will list it again.
     if earlier and (earlier.namespace, earlier.pod) == names and earlier.id_set == ids:
         return earlier
-    return Holding(*names, *place, tuple(sorted(ids)), listed=False)
+    return Holding(*names, *place, tuple(sorted(ids)), source=Source.CHECKPOINT)
 
 
-def _keys(listed: PodList) -> frozenset[PodKey]:
+def _keys(listed: Record) -> frozenset[PodKey]:
     return frozenset(names[:2] for names in listed.containers) | {_key(each) for each in listed.holdings}
 
 

@@ -12,14 +12,13 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.holdings.holdings import holders_by_gpu
 from agent.injection.specification import FILE, BadSpecification, CdiError, Devices, Specification, parse
 from agent.injection.toolkit import MOST_BYTES, Generator
 from agent.inventory.snapshot import Snapshot
 from agent.kit import atomic_file, small_file
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 
 log = structlog.get_logger()
 
@@ -36,7 +35,7 @@ class SpecificationKeeper:
         folder: Path,
         generator: Generator,
         inventory: Cell[Snapshot],
-        held: Cell[PodList | None],
+        held: Cell[Record | None],
     ) -> None:
         """`held` says whose devices stay in the file although the machine has them no more."""
         self.devices: Cell[Devices] = Cell(Devices())
@@ -48,6 +47,11 @@ class SpecificationKeeper:
         self._held = held
         self._made_for: Hashable = None
         self._standing: Specification | None = None
+
+    def remarks(self) -> list[str]:
+        """Our own CDI specification of the GPUs, where it is not as it should be."""
+        problem = self.devices.value.problem
+        return [f"the CDI specification of the GPUs is not as it should be: {problem}"] if problem else []
 
     async def take_up(self) -> None:
         """Go on with the file of an earlier agent: it serves until a new one is made."""
@@ -81,7 +85,7 @@ class SpecificationKeeper:
         try:
             made = await self._generator.generate()
             held = self._held.value
-            made = made.keeping(self._standing, None if held is None else holders_by_gpu(held).keys())
+            made = made.keeping(self._standing, None if held is None else held.by_gpu.keys())
             await anyio.to_thread.run_sync(
                 atomic_file.write, self._file.parent, self._file.name, made.encoded()
             )

@@ -11,7 +11,7 @@ from agent.inventory.actor import Inventory
 from agent.inventory.kernel_log import KernelLog, LogXid
 from agent.inventory.messages import KernelXidSeen, Restored, XidExplained
 from agent.inventory.reducer import records
-from agent.inventory.snapshot import KernelXid, Record
+from agent.inventory.snapshot import HealthRecord, KernelXid
 from agent.inventory.verdict_file import EarlierVerdicts, VerdictFile
 from agent.kit.backoff import Backoff
 from agent.kit.follow import follow
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 SETTLE_SECONDS = 0.02
 
-Written = tuple[tuple[Record, ...], int | None, float | None]
+Written = tuple[tuple[HealthRecord, ...], int | None, float | None]
 
 
 class HealthPersistence:

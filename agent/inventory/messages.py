@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from agent.inventory.snapshot import KernelXid, Record, Unreadable
+from agent.inventory.snapshot import HealthRecord, KernelXid, Unreadable
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import Fault
 from agent.model.recovery_action import RecoveryAction
@@ -73,7 +73,7 @@ class XidExplained:
 class Restored:
     """Remains of earlier runs: verdicts, and Xids that fell while no agent listened."""
 
-    records: tuple[Record, ...]
+    records: tuple[HealthRecord, ...]
     kernel_xids: tuple[KernelXid, ...]
     at: float
 

@@ -17,7 +17,7 @@ from agent.inventory.messages import (
     Unavailable,
     XidExplained,
 )
-from agent.inventory.snapshot import GpuState, KernelXid, Record, Snapshot
+from agent.inventory.snapshot import GpuState, HealthRecord, KernelXid, Snapshot
 from agent.model import health as verdicts
 from agent.model.health import HEALTHY, Fault, FaultKind, Health, Rules
 
@@ -173,12 +173,12 @@ def _same_device(state: GpuState, xid: KernelXid) -> bool:
     return state.gpu.pci_bus_id.rpartition(".")[0] == xid.bus
 
 
-def records(snapshot: Snapshot) -> tuple[Record, ...]:
+def records(snapshot: Snapshot) -> tuple[HealthRecord, ...]:
     """The content of the verdict file for this snapshot."""
     # While NVML is released an agent that starts could not ask it which GPUs there are.
     all_of_them = snapshot.released_until is not None
     kept = tuple(
-        Record(state.gpu, state.health)
+        HealthRecord(state.gpu, state.health)
         for state in snapshot.gpus
         if all_of_them or state.health is not HEALTHY
     )

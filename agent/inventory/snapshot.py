@@ -46,7 +46,7 @@ class Unreadable:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class HealthRecord:
     """The entry of the verdict file for one GPU that is not healthy.
 
     `listed` False: the verdict is of an earlier boot, and the GPU may not be in the machine any more.
@@ -89,6 +89,6 @@ class Snapshot:
     # Whether it is closed meanwhile: empty: it is; None: not yet; else why it cannot be closed.
     let_go: str | None = None
     # Verdicts of earlier runs on GPUs that were not seen yet, by UUID, and Xids that await their GPU.
-    remembered: Mapping[str, Record] = field(default_factory=dict, repr=False)
+    remembered: Mapping[str, HealthRecord] = field(default_factory=dict, repr=False)
     awaiting: tuple[KernelXid, ...] = field(default=(), repr=False)
     by_uuid: dict[str, GpuState] = field(default_factory=dict, compare=False, repr=False)

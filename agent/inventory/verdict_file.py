@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from agent.inventory.snapshot import Record
+from agent.inventory.snapshot import HealthRecord
 from agent.kit import atomic_file
 from agent.model.gpu import Gpu
 from agent.model.health import Health, after_reboot
@@ -44,7 +44,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EarlierVerdicts:
     """Verdicts of earlier runs, seen from this boot."""
 
-    records: tuple[Record, ...] = ()
+    records: tuple[HealthRecord, ...] = ()
     log_sequence: int | None = None  # lines up to this one were seen; None: of this boot, none
     # Whether all Xids behind `log_sequence` fell while a known agent was away.
     continuous: bool = False
@@ -83,7 +83,7 @@ class VerdictFile:
                 tuple(_of_earlier_boot(one, now) for one in document.gpus), continuous=True
             )
         return EarlierVerdicts(
-            tuple(Record(one.gpu, one.health) for one in document.gpus),
+            tuple(HealthRecord(one.gpu, one.health) for one in document.gpus),
             document.log_sequence,
             continuous=document.log_sequence is not None,
             released_until=document.released_until,
@@ -104,7 +104,7 @@ class VerdictFile:
             log.error("verdict_file_not_moved", file=str(self.path), problem=error.strerror)
 
     def save(
-        self, records: tuple[Record, ...], log_sequence: int | None, released_until: float | None
+        self, records: tuple[HealthRecord, ...], log_sequence: int | None, released_until: float | None
     ) -> None:
         """Replace the file; on disk when this returns. Raises OSError."""
         document = Document(
@@ -118,5 +118,5 @@ class VerdictFile:
         atomic_file.write(self.path.parent, self.path.name, content, lasting=True)
 
 
-def _of_earlier_boot(stored: StoredGpu, now: float) -> Record:
-    return replace(Record(stored.gpu, after_reboot(stored.health, now)), listed=False)
+def _of_earlier_boot(stored: StoredGpu, now: float) -> HealthRecord:
+    return replace(HealthRecord(stored.gpu, after_reboot(stored.health, now)), listed=False)

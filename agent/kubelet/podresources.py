@@ -1,13 +1,10 @@
 """PodResources v1: the kubelet's own record of which container holds which device IDs."""
 
 import asyncio
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import anyio
 from grpclib.client import Channel, UnaryUnaryMethod
@@ -16,9 +13,8 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
 from agent.kit.backoff import Backoff
-from agent.kit.cell import Cell
 from agent.kubelet import wire
-from agent.model.ids import SEPARATOR
+from agent.model.holding import Holding, Record
 
 T = TypeVar("T")
 
@@ -41,53 +37,6 @@ class PodResourcesUnavailable(Exception):
         super().__init__(message)
 
 
-@dataclass(frozen=True)
-class Holding:
-    """Devices of one resource that one container holds. A container without any has no entry."""
-
-    namespace: str
-    pod: str
-    container: str
-    resource: str
-    ids: tuple[str, ...]
-    # False: only the kubelet's checkpoint shows it, as with plain init containers (`agent.holdings.record`).
-    listed: bool = True
-
-    @cached_property
-    def id_set(self) -> frozenset[str]:
-        return frozenset(self.ids)
-
-    @cached_property
-    def gpus(self) -> frozenset[str]:
-        """The UUIDs with which its IDs begin."""
-        return frozenset(text.partition(SEPARATOR)[0] for text in self.ids)
-
-
-@dataclass(frozen=True, slots=True)
-class PodList:
-    """ListPodResourcesResponse, read by hand. Kubelets before 1.34 list finished pods too."""
-
-    holdings: tuple[Holding, ...]
-    # Every container that the kubelet lists, holding or not: (namespace, pod, container).
-    containers: tuple[tuple[str, str, str], ...]
-    # UIDs of pods that are over by the API server; the kubelet knows nothing of it.
-    ended: frozenset[str] = frozenset()
-    # UIDs of pods that ask for devices and are not over by the API server, as far as it is known, and of
-    # those that hold some by the kubelet though their object is gone: a static pod's mirror may be deleted.
-    unfinished: frozenset[str] = frozenset()
-    # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
-    began: float = field(default=-math.inf, compare=False)
-
-
-class RecordReader(Protocol):
-    """Who holds what (`agent.holdings.holdings`)."""
-
-    cell: Cell[PodList | None]
-
-    async def look(self, deadline: float = PATIENCE_SECONDS) -> PodList:
-        """By a reading of this moment. Raises PodResourcesUnavailable."""
-
-
 # What one pod's part of a list says: holdings, and all containers.
 _Part = tuple[list[Holding], list[tuple[str, str, str]]]
 
@@ -101,7 +50,7 @@ class Reader:
     def __init__(self) -> None:
         self._known: dict[bytes, _Part] = {}
 
-    def parse(self, data: bytes) -> PodList:
+    def parse(self, data: bytes) -> Record:
         fresh: dict[bytes, _Part] = {}
         parts: list[_Part] = []
         for start, end in wire.submessages(data, 0, len(data), 1):
@@ -122,13 +71,13 @@ class AllocatableReader:
         return {resource: len(set(ids)) for resource, ids in found.items()}
 
 
-def _joined(parts: Iterable[_Part]) -> PodList:
+def _joined(parts: Iterable[_Part]) -> Record:
     holdings: list[Holding] = []
     containers: list[tuple[str, str, str]] = []
     for held, names in parts:
         holdings += held
         containers += names
-    return PodList(tuple(holdings), tuple(containers))
+    return Record(tuple(holdings), tuple(containers))
 
 
 class PodResources:
@@ -158,7 +107,7 @@ class PodResources:
             self._kept.close()
             self._kept = None
 
-    async def list(self, deadline: float = LIST_SECONDS) -> PodList:
+    async def list(self, deadline: float = LIST_SECONDS) -> Record:
         """All containers and what they hold. Raises PodResourcesUnavailable after `deadline` seconds at most.
 
         The kubelet's rate limit is waited out within the deadline.

@@ -14,9 +14,9 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused, joined
-from agent.kubelet.podresources import PodList
 from agent.lists import encode
 from agent.model.gpu import Gpu
+from agent.model.holding import Record
 from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, Mode
 from agent.model.units import ResourcePair
@@ -89,7 +89,7 @@ class SharedPair:
         inventory: Cell[Snapshot],
         modes: Cell[Assignment],
         pairing: Pairing,
-        record: Cell[PodList | None],
+        record: Cell[Record | None],
     ) -> None:
         """`record`: who holds what."""
         self.sharing = sharing

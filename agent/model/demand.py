@@ -4,13 +4,11 @@ The rules of vGPU are those that gpu-manager's users know (its `pkg/services/all
 share of one GPU, 100, 200, ... whole GPUs. What it guessed at or granted silently is refused or said.
 """
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from fractions import Fraction
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from agent.model.modes import PAIRS, Mode
+from agent.model.pod import Container, Stage
 from agent.model.units import ResourcePair
 
 CORES = 100  # per GPU, in both pairs
@@ -42,60 +40,6 @@ class Demand:
             return f"{self.whole} whole GPU{'s' if self.whole > 1 else ''}"
         cores = f"{self.cores} cores and " if self.cores else ""
         return f"{cores}{self.blocks} memory blocks"
-
-
-class Stage(Enum):
-    """When a container of a pod runs."""
-
-    INIT = "init"  # ends before the app containers start: the kubelet hands its units on to them
-    SIDECAR = "sidecar"  # an init container with restartPolicy Always
-    APP = "app"
-
-
-@dataclass(frozen=True, slots=True)
-class Container:
-    """A container and its limits, counted in whole units of extended resources."""
-
-    name: str
-    limits: Mapping[str, int] = field(default_factory=dict)
-    stage: Stage = Stage.APP
-
-
-@dataclass(frozen=True, slots=True)
-class Pod:
-    """A pod of this node; `containers` in the order in which the kubelet admits them."""
-
-    namespace: str
-    name: str
-    containers: tuple[Container, ...]
-    uid: str = ""
-    annotations: Mapping[str, str] = field(default_factory=dict)
-    phase: str = "Pending"
-    ending: bool = False  # deletion was asked for
-    started: bool = False  # its kubelet has admitted it, or turned it away: its status has a start time
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Namespace and name."""
-        return (self.namespace, self.name)
-
-    @property
-    def finished(self) -> bool:
-        """Whether it runs no more, and so holds nothing."""
-        return self.phase in ("Succeeded", "Failed")
-
-    @property
-    def init_devices(self) -> bool:
-        """Whether plain init containers ask for devices, which PodResources never shows."""
-        return any(each.stage is Stage.INIT and each.limits for each in self.containers)
-
-    @property
-    def devices(self) -> bool:
-        """Whether any container asks for devices."""
-        return any(each.limits for each in self.containers)
-
-    def container(self, name: str) -> Container | None:
-        return next((each for each in self.containers if each.name == name), None)
 
 
 def demand_of(pair: ResourcePair, container: Container) -> Demand | None:
@@ -133,7 +77,7 @@ class InitContainerGroup:
     containers: frozenset[str]  # names of those containers
 
 
-def init_group_of(pair: ResourcePair, pod: Pod) -> InitContainerGroup | None:
+def init_group_of(pair: ResourcePair, containers: Iterable[Container]) -> InitContainerGroup | None:
     """The part of a pod that init containers tie together; None without init containers that ask.
 
     The kubelet gives a container first what plain init containers before it had, unasked, and only then asks
@@ -142,7 +86,7 @@ def init_group_of(pair: ResourcePair, pod: Pod) -> InitContainerGroup | None:
     """
     reuse_cores = reuse_blocks = cores = blocks = whole = span = 0
     members: list[str] = []
-    for container in pod.containers:
+    for container in containers:
         demand = demand_of(pair, container)
         if demand is None:
             continue
@@ -173,29 +117,3 @@ def init_group_of(pair: ResourcePair, pod: Pod) -> InitContainerGroup | None:
             f"there, of which {whole * CORES} exist; ask for fewer, or for none in the init containers"
         )
     return InitContainerGroup(Demand(cores, blocks, whole), frozenset(members)) if members else None
-
-
-# The API server gives quantities back in the form that their author chose, brought to few digits.
-_QUANTITY = re.compile(
-    r"\+?([0-9]{1,18}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(?:[eE]([+-]?[0-9]{1,2})|([mkMGTPE]|[KMGTPE]i)?)"
-)
-_SUFFIXES = {
-    "": Fraction(1),
-    "m": Fraction(1, 1000),
-    **{suffix: Fraction(1000**power) for power, suffix in enumerate("kMGTPE", 1)},
-    **{f"{suffix}i": Fraction(1024**power) for power, suffix in enumerate("KMGTPE", 1)},
-}
-
-
-def units(quantity: str) -> int:
-    """A Kubernetes quantity of an extended resource: whole, in any form. Raises ValueError."""
-    found = _QUANTITY.fullmatch(quantity)
-    if found is None:
-        raise ValueError(f"{quantity!r} is no quantity")
-    number, exponent, suffix = found.groups()
-    if not exponent and not suffix and number.isdigit():  # as nearly all are written
-        return int(number)
-    count = Fraction(number) * (Fraction(10) ** int(exponent) if exponent else _SUFFIXES[suffix or ""])
-    if count.denominator != 1:
-        raise ValueError(f"{quantity!r} is not a whole number of units")
-    return int(count)

@@ -1,19 +1,21 @@
-"""Which units of which GPU are held, promised or free: a frozen ledger, rebuilt from the record of holders.
+"""Which units of which GPU are held, reserved or free: a frozen ledger, rebuilt from the record of holders.
 
-It is no record of its own: reservations are promises that live for seconds, from the first of a container's
-calls until the record shows the pair.
+It is no record of its own: reservations live for seconds, from the first of a container's calls until the
+record shows the pair.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
 from typing import Self
 
-from agent.model.demand import CORES, Demand, Pod
+from agent.model.demand import CORES, Demand
 from agent.model.free_gpu import FreeGpu
+from agent.model.holding import Holder, Holding, Record
 from agent.model.ids import SEPARATOR
+from agent.model.pod import Pod
 from agent.model.units import ResourcePair
 
 
@@ -27,23 +29,6 @@ class PairMember(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """A container by its names."""
-
-    namespace: str
-    pod: str
-    container: str
-
-    @property
-    def pod_key(self) -> tuple[str, str]:
-        """Namespace and name of the pod."""
-        return (self.namespace, self.pod)
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.pod}, container {self.container}"
-
-
-@dataclass(frozen=True, slots=True)
 class UnitPool:
     """All units of one GPU, as device IDs, in order of their numbers."""
 
@@ -54,7 +39,7 @@ class UnitPool:
     core_set: frozenset[str]
     block_set: frozenset[str]
     offerable: bool = True  # healthy, in this mode and not draining
-    keeps: bool = True  # healthy and in this mode: what was promised of it is handed out, draining or not
+    keeps: bool = True  # healthy and in this mode: what was reserved of it is handed out, draining or not
 
     @classmethod
     def of(cls, pair: ResourcePair, gpu: str, index: int, memory_bytes: int) -> Self:
@@ -82,53 +67,47 @@ class UnitPool:
         return self.core_set if member is PairMember.CORE else self.block_set
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Units of one resource that a container holds."""
-
-    holder: Holder
-    member: PairMember
-    ids: frozenset[str]
-    init: bool = False  # a plain init container's: the kubelet keeps it for the pod, whether it runs or not
-
-
 @dataclass(frozen=True)
-class Holdings:
-    """All that containers hold, with what is often asked of it worked out once."""
+class PairHoldings:
+    """All that containers hold of one pair, with what is often asked of it worked out once."""
 
-    entries: tuple[Held, ...] = ()
+    cores: tuple[Holding, ...] = ()
+    blocks: tuple[Holding, ...] = ()
 
-    def __iter__(self) -> Iterator[Held]:
-        return iter(self.entries)
+    @classmethod
+    def of(cls, pair: ResourcePair, record: Record) -> Self:
+        """That of a record, without pods of unknown names: the kubelet's offer is newer than those."""
+        named = [each for each in record.holdings if each.namespace]
+        cores = tuple(each for each in named if each.resource == pair.core)
+        return cls(cores, tuple(each for each in named if each.resource == pair.memory))
 
     @cached_property
     def ids(self) -> frozenset[str]:
-        return frozenset().union(*(entry.ids for entry in self.entries))
+        return frozenset().union(*(each.id_set for each in (*self.cores, *self.blocks)))
 
     @cached_property
     def by_place(self) -> Mapping[tuple[Holder, PairMember], frozenset[str]]:
         """Units of each member that each container holds."""
-        return {(each.holder, each.member): each.ids for each in self.entries}
+        found = {(each.holder, PairMember.CORE): each.id_set for each in self.cores}
+        return {**found, **{(each.holder, PairMember.MEMORY): each.id_set for each in self.blocks}}
 
     @cached_property
-    def by_pod(self) -> Mapping[tuple[str, str], Sequence[Held]]:
-        """Entries of each pod, by its namespace and name."""
-        found: dict[tuple[str, str], list[Held]] = {}
-        for each in self.entries:
+    def by_pod(self) -> Mapping[tuple[str, str], Sequence[Holding]]:
+        """Those of each pod, by its namespace and name."""
+        found: dict[tuple[str, str], list[Holding]] = {}
+        for each in (*self.cores, *self.blocks):
             found.setdefault(each.holder.pod_key, []).append(each)
         return found
 
     @cached_property
     def large(self) -> tuple[frozenset[str], ...]:
         """Cores of containers that hold as many as a GPU has, or more."""
-        return tuple(
-            each.ids for each in self.entries if each.member is PairMember.CORE and len(each.ids) >= CORES
-        )
+        return tuple(each.id_set for each in self.cores if len(each.ids) >= CORES)
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A pair promised to a container. The IDs of a member are known once they were answered."""
+    """A pair reserved for a container. The IDs of a member are known once they were answered."""
 
     holder: Holder
     pod: Pod
@@ -152,7 +131,7 @@ class Reservation:
         """Whether every member that was asked for is granted."""
         return all(member in self.granted for member in PairMember if self.needs(member))
 
-    def shown(self, held: Holdings) -> bool:
+    def shown(self, held: PairHoldings) -> bool:
         """Whether a record shows all of it."""
         return self.complete and all(
             held.by_place.get((self.holder, member), frozenset()) >= (self.ids(member) or frozenset())
@@ -173,16 +152,16 @@ class Ledger:
     """Stocks, holdings and reservations of one pair of resources on one node."""
 
     pools: Mapping[str, UnitPool] = field(default_factory=lambda: MappingProxyType({}))
-    held: Holdings = Holdings()
+    held: PairHoldings = PairHoldings()
     reservations: tuple[Reservation, ...] = ()
 
     @cached_property
     def kept_ids(self) -> frozenset[str]:
-        """All IDs that are held or promised."""
-        return self.held.ids | self.promised_ids if self.reservations else self.held.ids
+        """All IDs that are held or reserved."""
+        return self.held.ids | self.reserved_ids if self.reservations else self.held.ids
 
     @cached_property
-    def promised_ids(self) -> frozenset[str]:
+    def reserved_ids(self) -> frozenset[str]:
         """All IDs that were answered to somebody and may not be in the records yet."""
         answered = (each.ids(member) for each in self.reservations for member in PairMember)
         return frozenset().union(*(ids for ids in answered if ids is not None))
@@ -191,17 +170,17 @@ class Ledger:
     def whole(self) -> frozenset[str]:
         """GPUs of which one container holds all cores."""
         large = [*self.held.large]
-        promised = (each.core_ids for each in self.reservations if each.complete)
+        reserved = (each.core_ids for each in self.reservations if each.complete)
         # One may hold all cores that are left in a pool from which others have grown: that is no whole GPU.
-        large += [ids for ids in promised if ids and len(ids) >= CORES]
+        large += [ids for ids in reserved if ids and len(ids) >= CORES]
         pools = [each for each in self.pools.values() if each.core_set]
         return frozenset(pool.gpu for pool in pools for ids in large if pool.core_set <= ids)
 
     def reservation(self, holder: Holder) -> Reservation | None:
         return next((each for each in self.reservations if each.holder == holder), None)
 
-    def observed(self, held: Holdings, over: Callable[[Reservation], bool]) -> Self:
-        """With what the record says now. Promises end that it shows from here on, and those that are over."""
+    def observed(self, held: PairHoldings, over: Callable[[Reservation], bool]) -> Self:
+        """With what the record says now. Reservations end that it shows, and those that are over."""
         kept = tuple(each for each in self.reservations if not each.shown(held) and not over(each))
         same = self.held == held
         if same and len(kept) == len(self.reservations):
@@ -211,8 +190,8 @@ class Ledger:
     def expired(self, now: float) -> Self:
         return self.without(lambda each: each.expires <= now)
 
-    def promised(self, reservation: Reservation) -> Self:
-        """With a promise, in the place of an earlier one to the same container."""
+    def reserved(self, reservation: Reservation) -> Self:
+        """With a reservation, in the place of an earlier one for the same container."""
         others = tuple(each for each in self.reservations if each.holder != reservation.holder)
         return replace(self, reservations=(*others, reservation))
 
@@ -221,11 +200,11 @@ class Ledger:
         return self if len(kept) == len(self.reservations) else replace(self, reservations=kept)
 
     def free_units(self, gpu: str, member: PairMember) -> list[str]:
-        """Units of a GPU that are nobody's, nor will be by what is promised, in order."""
+        """Units of a GPU that are nobody's, nor will be by what is reserved, in order."""
         pool, kept = self.pools.get(gpu), self.kept_ids
         if pool is None or not pool.offerable:
             return []
-        # A container that was promised a GPU, and not yet which units of it.
+        # A container that has a GPU reserved, and not yet which units of it.
         coming = sum(
             each.needs(member) for each in self.reservations if gpu in each.gpus and each.ids(member) is None
         )
@@ -233,22 +212,22 @@ class Ledger:
         return free[coming:]
 
     def taken(self, asking: Holder, own: frozenset[str] = frozenset()) -> frozenset[str]:
-        """IDs that cannot come to a container: held by others, or promised to them.
+        """IDs that cannot come to a container: held by others, or reserved for them.
 
         `own`: IDs that come to it though they are held, as it inherits them, or has them already.
         """
         others = (each for each in self.reservations if each.holder != asking)
-        promised = [ids for each in others for member in PairMember if (ids := each.ids(member))]
+        reserved = [ids for each in others for member in PairMember if (ids := each.ids(member))]
         # Thousands of IDs are held on a large node: they are copied only where something differs.
-        taken = self.held.ids.union(*promised) if promised else self.held.ids
+        taken = self.held.ids.union(*reserved) if reserved else self.held.ids
         return taken - own if own else taken
 
     def taken_of(self, ids: frozenset[str], asking: Holder, own: frozenset[str]) -> frozenset[str]:
         """Those of `ids` that cannot come to a container, as in `taken`, without going through all units."""
         wanted = ids - own
         others = (each for each in self.reservations if each.holder != asking)
-        promised = (each.ids(member) or frozenset() for each in others for member in PairMember)
-        return frozenset().union(wanted & self.held.ids, *(wanted & each for each in promised))
+        reserved = (each.ids(member) or frozenset() for each in others for member in PairMember)
+        return frozenset().union(wanted & self.held.ids, *(wanted & each for each in reserved))
 
     def free_gpus(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from agent.model.demand import Demand, Pod, Stage
+from agent.model.demand import Demand
 from agent.model.fragmentation import Free, Mix
 from agent.model.free_gpu import FreeGpu
+from agent.model.pod import Container, Pod, Stage
 
 # Free GPUs by UUID, which of them must be among the chosen, how many are wanted -> the best set.
 WholeChooser = Callable[[Sequence[str], Sequence[str], int], Sequence[str]]
@@ -23,7 +24,7 @@ ASSIGNED = "tencent.com/gpu-assigned"
 POLICY = "gpu-node-agent.io/placement"
 
 
-class Policy(StrEnum):
+class PlacementPolicy(StrEnum):
     """How a share chooses among the GPUs that have room for it."""
 
     BINPACK = "binpack"  # the fullest one
@@ -50,13 +51,13 @@ class Choice:
     hint_ignored: str = ""
 
 
-def places(pod: Pod) -> list[str]:
+def places(containers: Sequence[Container]) -> list[str]:
     """Containers by the number that annotations have for them.
 
     App containers alone come first, as gpu-admission counts them; then init containers, sidecars among them.
     """
-    apps = [each.name for each in pod.containers if each.stage is Stage.APP]
-    return apps + [each.name for each in pod.containers if each.stage is not Stage.APP]
+    apps = [each.name for each in containers if each.stage is Stage.APP]
+    return apps + [each.name for each in containers if each.stage is not Stage.APP]
 
 
 def hint_of(pod: Pod, container: str, node: str = "", tied: Collection[str] = ()) -> Hint | None:
@@ -69,7 +70,7 @@ def hint_of(pod: Pod, container: str, node: str = "", tied: Collection[str] = ()
         return None
     if node and pod.annotations.get(HINT_NODE, node) != node:
         return None
-    names = places(pod)
+    names = places(pod.containers)
     app = any(each.name == container and each.stage is Stage.APP for each in pod.containers)
     heirs = [container] if app else [container, *(each for each in names if each in tied)]
     texts = (pod.annotations.get(f"{HINT}{names.index(each)}", "") for each in heirs)
@@ -85,16 +86,16 @@ def indices_in(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if known else ()
 
 
-def policy_of(pod: Pod | None, default: Policy) -> Policy:
+def policy_of(pod: Pod | None, default: PlacementPolicy) -> PlacementPolicy:
     """The pod's own policy, or the node's where it names none that exists."""
     wanted = pod.annotations.get(POLICY, "") if pod else ""
-    return Policy(wanted) if wanted in tuple(Policy) else default
+    return PlacementPolicy(wanted) if wanted in tuple(PlacementPolicy) else default
 
 
 def place(
     rooms: Mapping[str, FreeGpu],
     demand: Demand,
-    policy: Policy = Policy.BINPACK,
+    policy: PlacementPolicy = PlacementPolicy.BINPACK,
     hint: Hint | None = None,
     whole: WholeChooser | None = None,
     tied: Collection[str] = (),
@@ -146,12 +147,12 @@ def _whole(
 
 
 def order(
-    policy: Policy, demand: Demand, gpus: Sequence[FreeGpu], mix: Mix
+    policy: PlacementPolicy, demand: Demand, gpus: Sequence[FreeGpu], mix: Mix
 ) -> Callable[[FreeGpu], tuple[float, ...]]:
     """How a policy orders GPUs for a share, the best first. `gpus`: all of the node that are in its mode."""
-    if policy is Policy.SPREAD:
+    if policy is PlacementPolicy.SPREAD:
         return lambda gpu: (-gpu.cores, -gpu.blocks, gpu.index)
-    if policy is Policy.FRAGMENTATION:
+    if policy is PlacementPolicy.FRAGMENTATION:
         before = free_of(gpus)
         return lambda gpu: (
             _growth(gpu, gpu.after(demand), before, mix),

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
-from agent.holdings.holdings import GpuHolder
 from agent.inventory.snapshot import Snapshot
+from agent.model.holding import GpuHolder
 from agent.model.ids import SEPARATOR, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.switch_state import GpuSwitch

@@ -2,9 +2,13 @@
 
 After a deletion by force a pod holds nothing by any record, and a process of it that hangs in the driver has
 its memory on the GPU still. Whose it was, its cgroup says. Of processes of others nothing follows here.
+
+Who ended while no agent ran is found once at the start: a process on a GPU, of a pod that neither the API
+server nor the kubelet knows.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -23,6 +27,16 @@ Processes = Callable[[Collection[str]], Awaitable[Mapping[str, Collection[int]]]
 Owners = Callable[[Iterable[int]], Mapping[int, ContainerRef | None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """Finds pods that ended before this process began."""
+
+    gpus: Callable[[], Collection[str]]  # all of the node
+    pods: Callable[[Iterable[int]], Mapping[int, str]]  # UIDs of processes' pods; it blocks
+    # UIDs of all pods that the API server or the kubelet knows; None: these are not known now.
+    known: Callable[[], Collection[str] | None]
+
+
 class Lingering:
     """Looks at a GPU's processes when a holder of it has ended."""
 
@@ -32,15 +46,20 @@ class Lingering:
         processes: Processes,
         owners: Owners,
         record: Cell[Any],
+        departed: Departed | None = None,
     ) -> None:
         """`holders`: GPUs by the UIDs of the pods that hold them. `processes` leaves out what it cannot read.
 
-        `owners` blocks. `record` is published when holders change.
+        `owners` blocks. `record` is published when holders change. `departed` None: nobody is looked for whom
+        this process has not seen.
         """
         self._holders = holders
         self._processes = processes
         self._owners = owners
         self._record = record
+        self._departed = departed
+        self._recalls = departed is not None  # whether those are still to be found
+        self._recalled: set[str] = set()
         self._before: Mapping[str, frozenset[str]] = {}
         self._left: dict[str, set[str]] = {}  # UIDs of pods that have ended and may have processes, by GPU
         self._failures: dict[str, int] = {}
@@ -61,7 +80,7 @@ class Lingering:
         while True:
             seen = self._record.version
             await self.look()
-            with anyio.move_on_after(LOOK_SECONDS if self._left else IDLE_SECONDS):
+            with anyio.move_on_after(LOOK_SECONDS if self._left or self._recalls else IDLE_SECONDS):
                 await self._record.wait_change(seen)
 
     async def look(self) -> None:
@@ -69,6 +88,8 @@ class Lingering:
         for gpu, uids in self._ended().items():
             self._left.setdefault(gpu, set()).update(uids)
         self._before = held = self._holders()
+        if self._departed and (self._recalls or self._recalled):
+            await self._recall(self._departed)
         for gpu in tuple(self._left):  # who holds it again, by the kubelet's word, has not ended
             self._left[gpu] -= {uid for uid in self._left[gpu] if gpu in held.get(uid, ())}
             if not self._left[gpu]:
@@ -76,6 +97,27 @@ class Lingering:
         if self._left or self.found:
             self.found = await self._stayed()
             self.looks.publish(self.looks.value + 1)
+
+    async def _recall(self, departed: Departed) -> None:
+        """Take in, once, whose processes are on GPUs though nobody knows the pod.
+
+        A pod that is known after all is no longer waited for.
+        """
+        known = departed.known()
+        if known is None:
+            return
+        for uids in self._left.values():  # a watch may show a pod after its first process
+            uids.difference_update(self._recalled.intersection(known))
+        self._recalled.difference_update(known)
+        if self._recalls:
+            pids = await self._processes(tuple(departed.gpus()))
+            every = {pid for found in pids.values() for pid in found}
+            pods = await anyio.to_thread.run_sync(departed.pods, every) if every else {}
+            for gpu, found in pids.items():
+                if gone := {uid for pid in found if (uid := pods.get(pid)) and uid not in known}:
+                    self._left.setdefault(gpu, set()).update(gone)
+                    self._recalled |= gone
+            self._recalls = False
 
     def _ended(self) -> Mapping[str, set[str]]:
         """UIDs of pods that hold GPUs no more, by GPU."""

@@ -1,21 +1,19 @@
 """From what is wanted and what the GPUs can do to what each GPU shall be offered as: pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.model.modes import GpuMode, Mode
 from agent.model.node_layout import LayoutError, Target, resolve
 from agent.modes.desired import Desired
+from agent.modes.wing import Wing
 
 MIG_REASON = "the GPU is in MIG mode, which no mode of this agent offers; turn MIG off with nvidia-smi -mig 0"
 
-# Why a GPU cannot be offered in a mode, in words; None: it can.
-Gate = Callable[[GpuState, Mode], str | None]
-
-
-def no_gate(_: GpuState, __: Mode) -> str | None:
-    return None
+Wings = Mapping[Mode, Wing]
+NO_WINGS: Wings = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +25,12 @@ class Plan:
     obeys: bool = True  # the request; False: what stood before
 
 
-def plan(snapshot: Snapshot, desired: Desired, gate: Gate = no_gate) -> Mapping[str, GpuMode]:
+def plan(snapshot: Snapshot, desired: Desired, wings: Wings = NO_WINGS) -> Mapping[str, GpuMode]:
     """The mode of each GPU, by UUID. Raises LayoutError where the layout does not fit the node."""
-    return _gated_targets(snapshot, resolve(desired.entries, [state.gpu for state in snapshot.gpus]), gate)
+    return _gated_targets(snapshot, resolve(desired.entries, [state.gpu for state in snapshot.gpus]), wings)
 
 
-def decide(snapshot: Snapshot, desired: Desired, standing: Desired | None, gate: Gate = no_gate) -> Plan:
+def decide(snapshot: Snapshot, desired: Desired, standing: Desired | None, wings: Wings = NO_WINGS) -> Plan:
     """The plan for a request; for one that cannot be obeyed that for `standing`, the last one that could.
 
     `standing` is followed as far as it goes: a GPU that it names may be gone.
@@ -40,7 +38,7 @@ def decide(snapshot: Snapshot, desired: Desired, standing: Desired | None, gate:
     problem = desired.problem
     if desired.entries:
         try:
-            targets = plan(snapshot, desired, gate)
+            targets = plan(snapshot, desired, wings)
         except LayoutError as error:
             problem = f"layout {desired.name}: {error}"
         else:
@@ -52,23 +50,23 @@ def decide(snapshot: Snapshot, desired: Desired, standing: Desired | None, gate:
     if standing is None:
         return Plan({}, problem, obeys=False)
     found = resolve(standing.entries, [state.gpu for state in snapshot.gpus], lenient=True)
-    return Plan(_gated_targets(snapshot, found, gate), problem, obeys=False)
+    return Plan(_gated_targets(snapshot, found, wings), problem, obeys=False)
 
 
 def _all_refused(targets: Mapping[str, GpuMode]) -> str | None:
-    """Why the gates refuse a request on all GPUs; None: they do not, or nothing is wanted."""
+    """Why the modes refuse a request on all GPUs; None: they do not, or nothing is wanted."""
     reasons = sorted({target.reason for target in targets.values() if target.refused})
     return "; ".join(reasons) if reasons and all(t.mode is Mode.OFF for t in targets.values()) else None
 
 
-def _gated_targets(snapshot: Snapshot, targets: Mapping[str, Target], gate: Gate) -> Mapping[str, GpuMode]:
-    return {state.uuid: _gated(state, targets[state.uuid], gate) for state in snapshot.gpus}
+def _gated_targets(snapshot: Snapshot, targets: Mapping[str, Target], wings: Wings) -> Mapping[str, GpuMode]:
+    return {state.uuid: _gated(state, targets[state.uuid], wings) for state in snapshot.gpus}
 
 
-def _gated(state: GpuState, target: Target, gate: Gate) -> GpuMode:
+def _gated(state: GpuState, target: Target, wings: Wings) -> GpuMode:
     if target.mode is Mode.OFF:
         return GpuMode(reason="no mode is set for this GPU")
-    reason = MIG_REASON if state.gpu.mig_enabled else gate(state, target.mode)
-    if reason:
+    wing = wings.get(target.mode)
+    if reason := MIG_REASON if state.gpu.mig_enabled else wing.obstacle(state) if wing else "":
         return GpuMode(reason=reason, refused=True)
     return GpuMode(target.mode, replicas=target.replicas)

@@ -10,7 +10,7 @@ Set-ups that fail are tried again together (`agent.modes.retry`): each try takes
 before off the lists for a while.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -18,16 +18,16 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.holdings.holdings import GpuHolder, holders_by_gpu
+from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.snapshot import NOT_YET, Snapshot
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.model.gpu import Gpu
+from agent.model.holding import GpuHolder
 from agent.model.ids import SEPARATOR
 from agent.model.modes import OFF, Assignment, GpuMode, Mode
 from agent.modes import transition, withheld
-from agent.modes.backend_tasks import BackendTasks, Outcome
 from agent.modes.comparing import (
     in_use,
     log_changes,
@@ -40,9 +40,11 @@ from agent.modes.comparing import (
 )
 from agent.modes.cordons import NO_CORDONS, Cordons, cordoned
 from agent.modes.desired import Desired
+from agent.modes.gpu_work import GpuWork, Outcome
 from agent.modes.lingering import Lingering
-from agent.modes.planner import Gate, Plan, decide, no_gate
-from agent.modes.ports import NO_BACKENDS, Announcer, Backend, Holdings, Resources
+from agent.modes.planner import NO_WINGS, Plan, Wings, decide
+from agent.modes.ports import Announcer
+from agent.modes.resources import ResourceSet
 from agent.modes.retry import Retry
 from agent.modes.switch_state import STARTING, Phase, SwitchState
 from agent.modes.transition import WORKING, ModeState, Stage
@@ -56,7 +58,7 @@ DELIVER_SECONDS = 2.0
 IDLE_SECONDS = 3600.0  # nothing to do until something changes
 
 Waiting = Mapping[str, tuple[str, ...]]  # GPU -> pods (namespace/name) that hold it
-Holders = dict[str, list[GpuHolder]]
+Holders = Mapping[str, Sequence[GpuHolder]]
 NOBODY: Waiting = MappingProxyType({})
 ADMITTED, ENDED = "a pod that is being admitted", "a process of a pod that has ended"
 
@@ -69,13 +71,12 @@ class ModeSwitcher:
         inventory: Cell[Snapshot],
         desired: Cell[Desired],
         assignment: Cell[Assignment],
-        holdings: Holdings,
-        resources: Resources,
+        holdings: HoldingsWatch,
+        resources: ResourceSet,
         *,
         state: Cell[SwitchState] | None = None,
         announcer: Announcer | None = None,
-        backends: Mapping[Mode, Backend] = NO_BACKENDS,
-        gate: Gate = no_gate,
+        wings: Wings = NO_WINGS,
         when_busy: Literal["drain", "refuse"] = "drain",
         standing: Desired | None = None,
         cordons: Cell[Cordons] | None = None,
@@ -88,8 +89,7 @@ class ModeSwitcher:
         self._holdings = holdings
         self._resources = resources
         self._announcer = announcer
-        self._backends = backends
-        self._gate = gate
+        self._wings = wings
         self._cordons = cordons or Cell(NO_CORDONS)
         self.when_busy = when_busy  # may change with the configuration
         self._states: dict[str, ModeState] = {}
@@ -97,7 +97,7 @@ class ModeSwitcher:
         self._lingering = lingering
         self._unexplained = unexplained
         self._others: withheld.Withheld = {}  # who is on GPUs beside those that hold them
-        self._tasks = BackendTasks(backends, self._states.__getitem__, self._came)
+        self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
         self._group: TaskGroup | None = None
         self._retry = Retry()
         self._failing = False  # set-ups fail, and that has been published
@@ -132,6 +132,10 @@ class ModeSwitcher:
         self._change({uuid: transition.stopped(state) for uuid, state in self._states.items()})
         await self._delivered()
 
+    def remarks(self) -> list[str]:
+        """A request that cannot be obeyed."""
+        return self.state.value.remarks()
+
     def _wake_up(self) -> None:
         self._wake.set()
 
@@ -141,7 +145,7 @@ class ModeSwitcher:
         if snapshot.problem and not snapshot.gpus:
             self._without_gpus(desired, snapshot.problem)
             return IDLE_SECONDS
-        plan = decide(snapshot, desired, self.accepted.value, self._gate)
+        plan = decide(snapshot, desired, self.accepted.value, self._wings)
         self._gpus |= {state.uuid: state.gpu for state in snapshot.gpus}
         new = [state.uuid for state in snapshot.gpus if state.uuid not in self._states]
         refusing = plan.obeys and self.when_busy == "refuse" and desired != self.accepted.value
@@ -196,7 +200,7 @@ class ModeSwitcher:
         if pods is None:
             return None
         self._kubelet_retry.reset()
-        return holders_by_gpu(pods)
+        return pods.by_gpu
 
     def _kubelet_is_away(self, desired: Desired, plan: Plan) -> float:
         self._show(
@@ -211,7 +215,7 @@ class ModeSwitcher:
             return plan, NOBODY
         text = f"whenBusy is refuse and GPUs are in use by {named(busy)[1]}; "
         refused = Desired(self._desired.value.name, problem=text + "end these pods or set whenBusy: drain")
-        return decide(self._inventory.value, refused, self.accepted.value, self._gate), busy
+        return decide(self._inventory.value, refused, self.accepted.value, self._wings), busy
 
     def _take_over(self, new: list[str], holders: Holders, targets: Mapping[str, GpuMode]) -> None:
         """GPUs seen for the first time: units of one that pods hold show the mode that it is in."""
@@ -256,7 +260,7 @@ class ModeSwitcher:
             return {}  # of this round of tries some are still under way
         snapshot = self._inventory.value
         healthy = [state.healthy for state in snapshot.gpus if state.uuid in failed]
-        depends_on = snapshot.driver, healthy, [each.depends_on() for each in self._backends.values()]
+        depends_on = snapshot.driver, healthy, [each.depends_on() for each in self._wings.values()]
         if any(state.resting for state in failed.values()):
             self._retry.failed(depends_on)
         if not self._retry.due(depends_on):

@@ -5,12 +5,12 @@ they have gone.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol
 
 import anyio
 import anyio.to_thread
 import structlog
 
+from agent.holdings.holdings import HoldingsWatch
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
 from agent.modes.lingering import Lingering
@@ -35,30 +35,12 @@ Processes = Callable[[], Mapping[str, Collection[int]]]
 Owners = Callable[[Iterable[int]], Mapping[int, str] | None]
 
 
-class HolderRecord(Protocol):
-    """Who holds what, by the kubelet."""
-
-    @property
-    def problem(self) -> str | None:
-        """Why that is not known; None: it is."""
-
-    @property
-    def began(self) -> float:
-        """When its newest reading began, by the clock of the event loop."""
-
-    def gpus_by_pod(self) -> Mapping[str, frozenset[str]]:
-        """The GPUs that each pod holds something of, by its UID."""
-
-    def nameless_gpus(self) -> frozenset[str]:
-        """GPUs of which something is held by a pod whose UID is not known."""
-
-
 class Unexplained:
     """Looks at the processes of the GPUs that a mode is wanted for."""
 
     def __init__(
         self,
-        record: HolderRecord,
+        record: HoldingsWatch,
         processes: Processes,
         owners: Owners,
         switch: Cell[SwitchState],

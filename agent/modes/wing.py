@@ -17,9 +17,9 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 from agent.kubelet.plugin_types import ResourcePlugin
-from agent.kubelet.podresources import Holding
 from agent.model.gpu import Driver, Gpu
 from agent.model.growth import Growth
+from agent.model.holding import Holding
 from agent.model.look import Look
 from agent.model.modes import Assignment, Mode
 from agent.modes.sources import DesiredSource

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 
 from agent.holdings.holdings import strangers_by_gpu
-from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
+from agent.model.holding import Record
 from agent.model.modes import GpuMode, Mode
 
 Withheld = Mapping[str, str]  # why, by UUID
 
 
-def held_by_strangers(pods: PodList, gpus: Mapping[str, Gpu]) -> Withheld:
+def held_by_strangers(pods: Record, gpus: Mapping[str, Gpu]) -> Withheld:
     """GPUs of which a pod holds something by a device ID that this agent cannot read."""
     found = strangers_by_gpu(pods, {gpu.index: uuid for uuid, gpu in gpus.items()})
     return {

@@ -23,8 +23,8 @@ from anyio.abc import TaskGroup
 
 from agent.holdings.owners import ProcessUnreadable, container_of_process
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.model.cgroup import ContainerRef
+from agent.model.holding import Record
 from agent.mps import processes
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonStatus, EventReason, Reporter
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 LOOK_SECONDS = 5.0
 ENDING_LOOK_SECONDS = 0.5
 TERMINATE_BEFORE_SECONDS = 2.0  # before the kubelet kills what is left
-ENDED_SECONDS = 30.0  # after that: a pod that a finalizer keeps may stay for ever, and runs no more
+ENDED_SECONDS = 30.0  # after that its containers have ended, even if a finalizer keeps the pod
 USERS_SECONDS = 30.0  # between two looks at the users of all containers with shares
 QUIET_SECONDS = 120.0  # a pod that has had no client for so long is reported
 MOST_NAMED = 5  # users of a pod: root in it may take any number
@@ -76,7 +76,7 @@ class ClientWatch:
     """Keeps `overviews` true, by GPU UUID, and ends clients of dying pods."""
 
     manager: DaemonManager
-    holdings: Cell[PodList | None]
+    holdings: Cell[Record | None]
     pods: Pods
     exceeding: Exceeding
     report: Reporter

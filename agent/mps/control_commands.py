@@ -5,7 +5,7 @@ setting is read back), it serves one client at a time and drops others with an e
 daemon, tries within a deadline, and every session ends in a question that always has an answer), and commands
 differ between versions (they are tried).
 
-Eight daemons are asked every few seconds for ever, so the program is run at the lowest cost: asyncio's own
+Eight daemons are asked every few seconds, so the program is run at the lowest cost: asyncio's own
 subprocesses start a thread for each to wait in, and cost this process three times as much.
 """
 

@@ -36,7 +36,7 @@ _EXITED = re.compile(r"(?i)server ([0-9]{1,10}) exited with status (-?[0-9]{1,10
 _FAULTS = ("fatal gpu error", "fatal exception", "sticky error")
 GATHER_SECONDS = 0.02  # a fault is logged in several lines: those that name the culprit come last
 FLOOD_SECONDS = 0.25  # between two looks while the logs grow without pause: anybody may write into them
-MOST_CULPRITS = 60  # a server has no more clients
+MOST_CULPRITS = 60  # the most clients that a server has
 
 
 @dataclass
@@ -65,12 +65,12 @@ class Tail:
             return []
         self._offset += len(data)
         if status.st_size > LARGE_BYTES:
-            self._begin_anew()
+            self._shorten()
         *whole, rest = (self._rest + data).split(b"\n")
         self._rest = rest[:LONGEST_LINE_BYTES]
         return [line.decode(errors="replace") for line in whole]
 
-    def _begin_anew(self) -> None:
+    def _shorten(self) -> None:
         """Empty the file, which its writer bears: it writes at the end, wherever that is.
 
         First of all: there may be no room for anything else before.

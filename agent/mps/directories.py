@@ -1,7 +1,7 @@
 """The folders of one GPU's daemon: `<run>/mps/<uuid>/{own,pipe,log,shm}`.
 
-`pipe` is what pods mount: read-only, but those that started under an agent of before have it writable, and
-root in one may put there what it likes. So the daemon works in `own`, which no pod ever sees, and `pipe`
+`pipe` is what pods mount: read-only, but pods that started under an older agent have it writable, and root
+in one may put anything there. So the daemon works in `own`, which no pod ever sees, and `pipe`
 holds hard links to the sockets and the fifo there. Neither daemon, server nor agent opens anything by name in
 `pipe`; the agent links into it and removes from it, and neither follows a link.
 
@@ -135,7 +135,7 @@ class Directories:
     def take_in(self, daemon: str) -> None:
         """Have the agent find the sockets of a daemon that works in the pods' folder. Blocks.
 
-        That of an agent of before does, and of one without privileges. What was taken in once of this
+        That of an older agent does, and of one without privileges. What was taken in once of this
         `daemon` stays: pods may have put something in its place. Raises BadFolder.
         """
         with _problem_of(self.own):

@@ -15,10 +15,10 @@ from agent.lists.pairs import pairing_of
 from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing
 from agent.model.demand import MPS
 from agent.model.gpu import Gpu
+from agent.model.holding import Holder
 from agent.model.ids import BadDeviceId, parse
-from agent.model.ledger import Holder, PairMember
+from agent.model.ledger import PairMember
 from agent.model.modes import Mode
-from agent.model.mount import Mount
 from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
 from agent.modes.wing import Node
 from agent.mps import shares_cdi
@@ -26,9 +26,6 @@ from agent.mps.daemon_manager import DaemonManager
 from agent.mps.pods import RootCheck
 from agent.pairing.pair_rules import Grant
 
-# Where a container finds what its daemon has elsewhere on the host.
-PIPE_IN_CONTAINER = "/run/gpu-node-agent/mps"
-SHARED_MEMORY_IN_CONTAINER = "/dev/shm"  # noqa: S108  where libcuda looks
 WAIT_SECONDS = 25.0  # the kubelet gives PreStartContainer 30
 
 
@@ -68,13 +65,13 @@ class Conditions(Sharing):
         pool = ledger.pools.get(uuid)
         if pool is None:
             return ""
-        held = [each for each in ledger.held if each.member is PairMember.CORE and each.ids & pool.core_set]
-        holders = {each.holder for each in held if not each.init}
+        held = [each for each in ledger.held.cores if each.id_set & pool.core_set]
+        holders = {each.holder for each in held if each.listed}
         # Init containers run one by one, before the others of their pod: one client for all of them.
         pods = {each.pod_key for each in holders}
         alone = {each.holder.pod_key: each.holder for each in held if each.holder.pod_key not in pods}
         holders.update(alone.values())
-        # A promise counts once both members are granted: the second member must still be on its list.
+        # A reservation counts once both members are granted: the second member must still be on its list.
         holders |= {each.holder for each in ledger.reservations if each.complete and uuid in each.gpus}
         most = self.ceiling(uuid)
         return f"{len(holders)} containers hold shares, and MPS serves {most}" if len(holders) >= most else ""
@@ -92,20 +89,9 @@ class Conditions(Sharing):
         if member is PairMember.MEMORY:
             return Allocation(environment=limits(0, len(ids)))
         return Allocation(
-            environment={PIPE_DIRECTORY: PIPE_IN_CONTAINER, **limits(len(ids), 0)},
-            mounts=mounts(self._daemons, gpu.uuid),
+            environment={PIPE_DIRECTORY: shares_cdi.PIPE_IN_CONTAINER, **limits(len(ids), 0)},
+            mounts=shares_cdi.mounts(self._daemons, gpu.uuid),
         )
-
-
-def mounts(daemons: DaemonManager, uuid: str) -> tuple[Mount, ...]:
-    """Mounts of its daemon's folders for a container.
-
-    Sockets are connected to and the fifo is opened for writing where their folder is mounted read-only, too.
-    """
-    return (
-        Mount(PIPE_IN_CONTAINER, daemons.pipe(uuid), read_only=True),
-        Mount(SHARED_MEMORY_IN_CONTAINER, daemons.shared_memory(uuid), read_only=False),
-    )
 
 
 class MpsPlugin(SharedPairPlugin):
@@ -166,19 +152,14 @@ class MpsPlugin(SharedPairPlugin):
         await pairing.reconcile()
         ledger = pairing.ledger
         found = [each.holder for each in ledger.reservations if each.core_ids == ids]
-        found += [
-            each.holder for each in ledger.held.entries if each.member is PairMember.CORE and each.ids == ids
-        ]
-        return found
+        return found + [each.holder for each in ledger.held.cores if each.id_set == ids]
 
     def _refuse_half(self, holder: Holder) -> None:
         """Without the API server it shows only now that a container asks for cores alone."""
         ledger = self._shares.pairing.ledger
-        promise = ledger.reservation(holder)
-        granted = promise is not None and PairMember.MEMORY in promise.granted
-        if granted or any(
-            each.holder == holder and each.member is PairMember.MEMORY for each in ledger.held.entries
-        ):
+        reservation = ledger.reservation(holder)
+        granted = reservation is not None and PairMember.MEMORY in reservation.granted
+        if granted or any(each.holder == holder for each in ledger.held.blocks):
             return
         raise Refused(
             f"{holder} asks for {MPS.core} without {MPS.memory}, and would run without a limit of memory: "
@@ -191,8 +172,8 @@ class MpsPlugin(SharedPairPlugin):
             return
         if not holders:
             # What is true of all that it could be is true of it.
-            held = self._shares.pairing.ledger.held.entries
-            known = {(each.holder.namespace, each.holder.pod, each.holder.container) for each in held}
+            held = self._shares.pairing.ledger.held
+            known = {each.holder for each in (*held.cores, *held.blocks)}
             if why := self._root_check.unnamed(cores, known):
                 raise Refused(
                     f"it is not known whose {cores} {self.resource} these are, and {why}, which mps.rootPods "

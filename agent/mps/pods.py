@@ -6,9 +6,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agent.holdings.holdings import GpuHolder, holders_by_gpu
-from agent.kubelet.podresources import PodList
 from agent.model.demand import MPS
+from agent.model.holding import GpuHolder, Record
 from agent.model.modes import Mode
 
 if TYPE_CHECKING:
@@ -63,9 +62,9 @@ def pod_facts(pods: "PodCache | None") -> Pods:
     return facts
 
 
-def share_holders(record: PodList | None) -> Mapping[str, Sequence[GpuHolder]]:
+def share_holders(record: Record | None) -> Mapping[str, Sequence[GpuHolder]]:
     """Containers with MPS shares, by UUID of the GPU; empty, too, while it is not known who holds what."""
-    held = holders_by_gpu(record) if record else {}
+    held = record.by_gpu if record else {}
     shares = {uuid: [each for each in holders if each.mode is Mode.MPS] for uuid, holders in held.items()}
     return {uuid: holders for uuid, holders in shares.items() if holders}
 

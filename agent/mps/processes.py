@@ -145,7 +145,7 @@ def servers(pipe: Path) -> tuple[Process, ...]:
 
 
 def daemon_of(folders: Directories) -> Process | None:
-    """The control daemon that works in these folders: it that listens, else the oldest."""
+    """The control daemon of these folders: of several, the one that listens, else the oldest."""
     found = daemons(folders.pipe)
     speaker = listener(folders) if len(found) > 1 else None
     return min(found, key=lambda each: (each.pid != speaker, each.started, each.pid), default=None)
@@ -156,7 +156,7 @@ def listener(folders: Directories) -> int | None:
 
     The kernel notes it when a socket begins to listen (SO_PEERCRED of unix(7)): nobody has to answer for it.
     """
-    # A daemon of an agent of before works in the pods' folder until it is adopted.
+    # The daemon of an older agent works in the pods' folder until it is adopted.
     folder = folders.own if folders.own.exists() else folders.pipe
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setblocking(False)

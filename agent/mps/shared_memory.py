@@ -69,7 +69,7 @@ def release_logs(folder: Path) -> None:
 
 
 def _taken_out(folder: Path) -> Mapping[str, bytes]:
-    """The ends of the logs in a folder, by name, which it has no more."""
+    """Empty a folder of logs; their ends, by name."""
     kept: dict[str, bytes] = {}
     with suppress(OSError), trees.opened(folder) as descriptor:
         for name in trees.names(descriptor, MOST_LOGS):

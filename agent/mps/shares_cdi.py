@@ -6,22 +6,22 @@ cores, each number of memory units), so the file changes only when GPUs do, and 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
 import structlog
 
-from agent.inventory.snapshot import Snapshot
 from agent.kit import atomic_file
-from agent.kit.cell import Cell
 from agent.kit.follow import repeat
 from agent.model.demand import CORES, MPS
 from agent.model.ledger import PairMember
+from agent.model.modes import Mode
 from agent.model.mount import Mount
 from agent.model.mps_abilities import PIPE_DIRECTORY, limits
+from agent.modes.wing import Node
+from agent.mps.daemon_manager import DaemonManager
 
 log = structlog.get_logger()
 
@@ -29,6 +29,9 @@ KIND = "gpu-node-agent.io/share"
 FILE = "gpu-node-agent.json"
 CDI_VERSION = "0.5.0"  # nothing newer is used, and old runtimes refuse newer files
 RETRY_SECONDS = 10.0
+# Where a container finds what its daemon has elsewhere on the host.
+PIPE_IN_CONTAINER = "/run/gpu-node-agent/mps"
+SHARED_MEMORY_IN_CONTAINER = "/dev/shm"  # noqa: S108  where libcuda looks
 
 
 def devices(member: PairMember, uuid: str, units: int) -> tuple[str, ...]:
@@ -38,14 +41,26 @@ def devices(member: PairMember, uuid: str, units: int) -> tuple[str, ...]:
     return (f"{KIND}={_daemon(uuid)}", f"{KIND}={_core(units)}")
 
 
-def specification(mounts: Mapping[str, tuple[Mount, ...]], pipe: str, most_memory: int) -> dict[str, object]:
-    """The file's content: `mounts` of each GPU's daemon by UUID, memory units up to `most_memory`."""
+def specification(folders: Mapping[str, tuple[Mount, ...]], most_memory: int) -> dict[str, object]:
+    """The file's content: mounts of each GPU's daemon by UUID, memory units up to `most_memory`."""
     found = [
-        _device(_daemon(uuid), {PIPE_DIRECTORY: pipe}, folders) for uuid, folders in sorted(mounts.items())
+        _device(_daemon(uuid), {PIPE_DIRECTORY: PIPE_IN_CONTAINER}, each)
+        for uuid, each in sorted(folders.items())
     ]
     found += [_device(_core(number), limits(number, 0)) for number in range(1, CORES + 1)]
     found += [_device(_memory(number), limits(0, number)) for number in range(1, most_memory + 1)]
     return {"cdiVersion": CDI_VERSION, "kind": KIND, "devices": found}
+
+
+def mounts(daemons: DaemonManager, uuid: str) -> tuple[Mount, ...]:
+    """Mounts of its daemon's folders for a container.
+
+    Sockets are connected to and the fifo is opened for writing where their folder is mounted read-only, too.
+    """
+    return (
+        Mount(PIPE_IN_CONTAINER, daemons.pipe(uuid), read_only=True),
+        Mount(SHARED_MEMORY_IN_CONTAINER, daemons.shared_memory(uuid), read_only=False),
+    )
 
 
 def write(folder: Path, content: Mapping[str, object]) -> None:
@@ -58,22 +73,10 @@ class ShareSpecificationKeeper:
     restarts needs its devices at once, even while the agent itself is starting.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        inventory: Cell[Snapshot],
-        changes: Cell[Mapping[str, Any]],
-        mounts_of: Callable[[str], tuple[Mount, ...]],
-        pipe: str,
-        needed: Callable[[], bool],
-    ) -> None:
-        """`needed`: whether there may be shares; without, the folder is left alone: it may be read-only."""
-        self._folder = folder
-        self._inventory = inventory
-        self._changes = changes
-        self._mounts_of = mounts_of
-        self._pipe = pipe
-        self._needed = needed
+    def __init__(self, node: Node, daemons: DaemonManager) -> None:
+        self._node = node
+        self._daemons = daemons
+        self._folder = Path(node.settings.host.cdi)
         self._written: dict[str, object] | None = None
 
     async def run(self) -> None:
@@ -87,17 +90,17 @@ class ShareSpecificationKeeper:
                 return RETRY_SECONDS
             return None
 
-        await repeat(keep, self._inventory, self._changes)
+        await repeat(keep, self._node.snapshot, self._daemons.statuses)
 
     async def keep(self) -> None:
         """Write the file now if it is not as it should be. Raises OSError."""
-        if not self._needed():
-            return
-        gpus = [state.gpu for state in self._inventory.value.gpus]
+        if not self._node.allows(Mode.MPS):
+            return  # nothing needs it, and the folder may be read-only
+        gpus = [state.gpu for state in self._node.snapshot.value.gpus]
         if not gpus:
             return  # not looked at yet: the file of the agent before is better than an empty one
-        mounts = {gpu.uuid: self._mounts_of(gpu.uuid) for gpu in gpus}
-        wanted = specification(mounts, self._pipe, max(MPS.blocks(gpu.memory_bytes) for gpu in gpus))
+        folders = {gpu.uuid: mounts(self._daemons, gpu.uuid) for gpu in gpus}
+        wanted = specification(folders, max(MPS.blocks(gpu.memory_bytes) for gpu in gpus))
         if wanted != self._written:
             await anyio.to_thread.run_sync(write, self._folder, wanted)
             self._written = wanted

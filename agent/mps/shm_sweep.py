@@ -313,7 +313,7 @@ def _add_opened(
                 if f"{MOUNTED_AT}/" not in name or name in seen:
                     continue
                 info = bounded.read_bytes(Path(top, "fdinfo", link.name), MOST_BYTES)
-                # A tenant's NFS or FUSE may have a folder of that name, and its status may take for ever.
+                # A tenant's NFS or FUSE may have a folder of that name, and its status may never come.
                 mount = re.search(rb"^mnt_id:\s*(\d+)", info, re.MULTILINE)
                 if mount and mount[1] in mounts and (status := link.stat()).st_dev == device:
                     found.add(status.st_ino)
@@ -327,7 +327,7 @@ def _walk(folder: int, visit: Callable[[int, str, os.stat_result], None], most: 
     """
     with os.scandir(folder) as entries:
         names = [entry.name for entry in islice(entries, most)]
-    most -= len(names)  # before the folders in it: no more names are held at one time
+    most -= len(names)  # before the folders in it: so the names held at one time are bounded
     for name in names:
         with suppress(OSError):  # it is gone, or another thing by now
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)

@@ -10,7 +10,7 @@ import anyio.to_thread
 import structlog
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 from agent.mps import launch, processes, shared_memory
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.daemon_status import DaemonStatus
@@ -34,7 +34,7 @@ class Upkeep:
         manager: DaemonManager,
         run: Path,
         size: int,
-        record: Cell[PodList | None],
+        record: Cell[Record | None],
         proc: Path = Path("/proc"),
     ) -> None:
         """`size` of a GPU's shared memory in bytes; `record`: who holds what, None while it is not known."""

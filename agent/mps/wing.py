@@ -1,5 +1,6 @@
 """Mode MPS as the rest of the agent has it: daemons, their resources, and all that is known of both."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -27,6 +28,7 @@ from agent.mps.daemon_status import DaemonState
 from agent.mps.events import AdvisoryCaps, MpsEvents
 from agent.mps.mps_errors import MpsError, ProgramMissing
 from agent.mps.pods import RootCheck, pod_facts
+from agent.mps.processes import kernel_problem
 from agent.mps.shares_cdi import ShareSpecificationKeeper
 from agent.mps.upkeep import Upkeep
 from agent.nvml.port import NvmlPort
@@ -34,6 +36,8 @@ from agent.settings import Settings
 from agent.telemetry import definitions as d
 from agent.telemetry.container_use import above_limit
 from agent.telemetry.reading import Series
+
+KERNEL = (5, 10)  # mounts whose links nobody follows, which MPS shares have (docs/mps.md)
 
 
 class MpsWing(Wing):
@@ -51,14 +55,7 @@ class MpsWing(Wing):
             manager, record, pod_facts(pods), self._above_cap, events.report, proc=proc
         )
         self._upkeep = Upkeep(manager, run, settings.mps.shared_memory_mebibytes << 20, record, proc)
-        self._keeper = ShareSpecificationKeeper(
-            Path(settings.host.cdi),
-            node.snapshot,
-            manager.statuses,
-            partial(plugin.mounts, manager),
-            plugin.PIPE_IN_CONTAINER,
-            partial(node.allows, Mode.MPS),
-        )
+        self._keeper = ShareSpecificationKeeper(node, manager)
         self._caps = AdvisoryCaps(node)
         root_check = RootCheck(pods) if settings.mps.root_pods == "refuse" else None
         self._conditions, self._plugins = plugin.build(node, manager, root_check)
@@ -67,11 +64,20 @@ class MpsWing(Wing):
 
     @classmethod
     def checks(cls, settings: Settings, machine: Machine) -> Iterator[Look]:
-        """The driver, its GPUs, and the control program. Blocks."""
+        """The kernel, the driver, its GPUs, and the control program. Blocks."""
         if not settings.modes.mps:
             return
+        release = os.uname().release
+        digits = [part for part in release.replace("-", ".").split(".")[:2] if part.isdigit()]
+        if problem := kernel_problem():
+            yield Look.failed("kernel for MPS", f"{problem}, or set modes.mps: false")
+        elif tuple(map(int, digits)) < KERNEL:
+            text = "links in shared memory of MPS pods are followed before Linux 5.10 (docs/mps.md)"
+            yield Look.warning("kernel for MPS", f"{release}: {text}")
+        if machine.driver is None or not machine.gpus:
+            return
         old = [str(gpu.index) for gpu in machine.gpus if gpu.compute_capability < LEAST_COMPUTE_CAPABILITY]
-        if machine.driver and machine.driver.cuda_version < LEAST_CUDA:
+        if machine.driver.cuda_version < LEAST_CUDA:
             text = f"needs a driver for CUDA {dotted(LEAST_CUDA)} or later"
             yield Look.failed("mode mps", f"{text}: get a newer driver, or set modes.mps: false")
         elif old:
@@ -153,10 +159,10 @@ class MpsWing(Wing):
         return "no" if self._node.injector.caps_problem else "yes"
 
     def gpu_facts(self, uuid: str) -> Document:
-        """Key `mps`: the GPU's daemon, where it has one. Limits hold per client process."""
+        """Key `mps`: the GPU's daemon; None: it has none. Limits hold per client process."""
         status = self._manager.statuses.value.get(uuid)
         if status is None:
-            return {}
+            return {"mps": None}
         overview = self._clients.overviews.value.get(uuid, Overview())
         daemon = {
             "state": status.state.value,

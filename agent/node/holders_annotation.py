@@ -12,13 +12,12 @@ from typing import Any
 
 import anyio
 
-from agent.holdings.holdings import GpuHolder, holders_by_gpu
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow as follow_cells
 from agent.kit.timestamps import now
-from agent.kubelet.podresources import PodList
 from agent.model.gpu import Gpu
+from agent.model.holding import GpuHolder, Record
 from agent.model.ids import parse
 from agent.model.modes import Assignment, GpuMode
 from agent.model.units import UnitKind
@@ -37,9 +36,9 @@ def digest(uid: str) -> str:
     return hashlib.sha256(uid.encode()).hexdigest()[:DIGITS]
 
 
-def text_of(snapshot: Snapshot, modes: Assignment, pods: PodList | None, uids: Uids, lost: str | None) -> str:
+def text_of(snapshot: Snapshot, modes: Assignment, pods: Record | None, uids: Uids, lost: str | None) -> str:
     """The annotation. `lost`: since when the kubelet's records cannot be read, in RFC 3339."""
-    holders = holders_by_gpu(pods) if pods is not None else {}
+    holders = pods.by_gpu if pods is not None else {}
     document: dict[str, object] = {"v": VERSION}
     if lost:
         document["lost"] = lost
@@ -80,13 +79,13 @@ def _holders(holders: Sequence[GpuHolder], uuid: str, uids: Uids) -> list[list[o
 async def follow(
     snapshot: Cell[Snapshot],
     modes: Cell[Assignment],
-    record: Cell[PodList | None],
+    record: Cell[Record | None],
     pod_changes: Cell[Any],
     uids: Callable[[], Uids],
     notes: Cell[Mapping[str, str]],
 ) -> None:
     """Keep the annotation's text true in `notes`, for ever; nothing before the record was read once."""
-    last: PodList | None = None
+    last: Record | None = None
     lost: str | None = None
     wake: Cell[None] = Cell(None)
 

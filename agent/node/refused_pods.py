@@ -7,9 +7,9 @@ already, under the same key: there is one for each pod.
 from collections.abc import Mapping
 
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
-from agent.cluster.pods import Pod
 from agent.kit.cell import Cell
 from agent.model.modes import OFFERED_MODES
+from agent.model.pod import Pod
 
 RESOURCES = frozenset(name for mode in OFFERED_MODES for name in mode.resources)
 REASON, KEY = "AllocationRefused", "refused"

@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Set as AbstractSet
 
-from agent.cluster.pods import Pod
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
+from agent.model.pod import Pod
 
 NOBODY: frozenset[tuple[str, str]] = frozenset()
 
@@ -12,7 +12,7 @@ NOBODY: frozenset[tuple[str, str]] = frozenset()
 async def unadmitted(
     pods: Callable[[], Mapping[str, Pod] | None],
     resources: Callable[[], AbstractSet[str]],
-    refresh: Callable[[], Awaitable[PodList | None]],
+    refresh: Callable[[], Awaitable[Record | None]],
 ) -> frozenset[str]:
     """UIDs of pods that are bound to this node and lack any of `resources` that they ask for.
 

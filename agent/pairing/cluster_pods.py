@@ -10,12 +10,11 @@ import structlog
 from agent.cluster.access import lacks_right
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
-from agent.cluster.pods import Pod as ApiPod
-from agent.cluster.pods import PodCache, convert
+from agent.cluster.pods import PodCache
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import View
 from agent.kit.backoff import Backoff
-from agent.model.demand import Pod
+from agent.model.pod import Pod
 from agent.pairing.pod_access import PodSource, PodsUnavailable, Recorder
 
 log = structlog.get_logger()
@@ -30,34 +29,26 @@ class ClusterPods(PodSource):
 
     def __init__(self, cache: PodCache) -> None:
         self._cache = cache
-        self._converted: dict[int, tuple[ApiPod, Pod]] = {}  # each is converted once per change
 
     def view(self) -> View:
         """The pods by the UIDs that their cgroups carry."""
         known, reflector = self._cache.cgroup_uids(), self._cache.reflector
-        pods = dict(zip(known.pods, self._as_model(known.pods.values()), strict=True))
         heard = -math.inf if reflector.heard is None else reflector.heard
-        return View(pods, reflector.synced and reflector.problem is None, known.contested, heard)
+        return View(known.pods, reflector.synced and reflector.problem is None, known.contested, heard)
 
     def pods_on_node(self) -> Collection[Pod]:
-        return self._as_model(self._cache.pods().values())
+        return self._cache.pods().values()
 
     def inform(self, record: HoldingsWatch) -> None:
         """Have the record of who holds what know the pods of its node."""
         record.view, record.pod_changes = self.view, self._cache.reflector.items
 
-    def _as_model(self, pods: Collection[ApiPod]) -> list[Pod]:
-        known = self._converted
-        self._converted = {id(pod): known.get(id(pod)) or (pod, convert(pod)) for pod in pods}
-        return [self._converted[id(pod)][1] for pod in pods]
-
     async def get(self, namespace: str, name: str) -> Pod | None:
         """One pod by a GET, unless the watch has shown it meanwhile."""
         try:
-            found = await self._cache.get(namespace, name)
+            return await self._cache.get(namespace, name)
         except ApiError as error:
             raise PodsUnavailable(str(error)) from error
-        return convert(found) if found else None
 
 
 class ClusterRecorder(Recorder):

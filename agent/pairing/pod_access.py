@@ -5,8 +5,9 @@ from enum import Enum
 
 import structlog
 
-from agent.model.demand import WAITING_FOR_GPU, Pod
+from agent.model.demand import WAITING_FOR_GPU
 from agent.model.placement import ASSIGNED, HINT, places
+from agent.model.pod import Pod
 
 log = structlog.get_logger()
 
@@ -65,7 +66,7 @@ class Recorder:
 
         A choice that is carried out counts no more, and that for later containers is still to be followed.
         """
-        chosen = {f"{HINT}{places(pod).index(container)}": ",".join(map(str, indices))}
+        chosen = {f"{HINT}{places(pod.containers).index(container)}": ",".join(map(str, indices))}
         self.annotate(pod, {**chosen, ASSIGNED: "true"} if last else chosen)
 
     def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:

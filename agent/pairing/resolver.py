@@ -8,13 +8,16 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
+from agent.holdings.holdings import HoldingsWatch
 from agent.kit.backoff import Backoff
-from agent.kubelet.podresources import PATIENCE_SECONDS, PodList, PodResourcesUnavailable, RecordReader
-from agent.model.demand import STATIC_PODS, Pod
-from agent.model.ledger import PairMember, Reservation
+from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
+from agent.model.demand import STATIC_PODS
+from agent.model.holding import Holder, Record
+from agent.model.ledger import PairHoldings, PairMember, Reservation
+from agent.model.pod import Pod
 from agent.model.units import ResourcePair
 from agent.pairing.pod_access import Cause, PairRefused, PodSource, PodsUnavailable
-from agent.pairing.requester import Asker, PairRecords, PodKey, Records, askers, resource_of
+from agent.pairing.requester import Asker, PodKey, askers, resource_of
 
 log = structlog.get_logger()
 
@@ -33,7 +36,7 @@ RETRY = "create the pod again"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    records: Records | None  # None: they cannot be read
+    record: Record | None  # None: it cannot be read
     pods: Mapping[PodKey, Pod]
     unknown: frozenset[PodKey] = frozenset()  # listed pods whose spec cannot be read
     absent: frozenset[PodKey] = frozenset()  # listed pods that the API server does not know
@@ -53,25 +56,31 @@ class Doubt:
 
 
 class RequesterResolver:
-    def __init__(self, pair: ResourcePair, record: RecordReader, source: PodSource) -> None:
+    def __init__(self, pair: ResourcePair, record: HoldingsWatch, source: PodSource) -> None:
         self._pair = pair
         self._record = record
         self._source = source
-        self._parts = PairRecords(pair)
+        self._newest: tuple[Record, PairHoldings] = (Record(), PairHoldings())
         self._doubt = Doubt()
 
-    def part_of(self, record: PodList) -> Records:
-        """The part of a record that concerns this pair."""
-        return self._parts.of(record)
+    def held(self, record: Record | None) -> PairHoldings:
+        """The part of a record that concerns this pair: the same object while nothing of it changes."""
+        if record is None:
+            return PairHoldings()
+        known, before = self._newest
+        if record is not known:
+            found = PairHoldings.of(self._pair, record)
+            self._newest = (record, before if found == before else found)
+        return self._newest[1]
 
     def known(self, key: PodKey) -> Pod | None:
         """A pod of this node as last seen; None: not known now."""
         return next((pod for pod in self._source.pods_on_node() if pod.key == key), None)
 
-    async def records(self, deadline: float = PATIENCE_SECONDS) -> Records | None:
-        """The records now; None if they cannot be read."""
+    async def record(self, deadline: float = PATIENCE_SECONDS) -> Record | None:
+        """The record now; None if it cannot be read."""
         try:
-            return self.part_of(await self._record.look(deadline))
+            return await self._record.look(deadline)
         except PodResourcesUnavailable as error:
             log.warning("records_unavailable", problem=str(error))
             return None
@@ -94,12 +103,12 @@ class RequesterResolver:
         pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         for attempt in itertools.count(1):
             facts = await self._facts(member, give_up - anyio.current_time())
-            found = askers(self._pair, member, size, facts.records, facts.pods.values(), reservations)
-            if not found and facts.records:
+            found = self._askers(member, size, facts, reservations)
+            if not found and facts.record:
                 # A listed pod whose known copy is over may have a namesake by now.
                 over = [key for key, pod in facts.pods.items() if pod.finished or pod.ending]
-                facts = await self._fetched(facts, facts.records, over, member)
-                found = askers(self._pair, member, size, facts.records, facts.pods.values(), reservations)
+                facts = await self._fetched(facts, facts.record, over, member)
+                found = self._askers(member, size, facts, reservations)
             found = [each for each in found if each.pod.uid not in refused] or found
             if len(found) > 1 and attempt >= TRIES and alone():
                 # One that was admitted while its resource was unknown may ask when its container starts, or
@@ -118,19 +127,25 @@ class RequesterResolver:
             await anyio.sleep(pauses.next())
         raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
 
+    def _askers(
+        self, member: PairMember, size: int, facts: Facts, reservations: Collection[Reservation]
+    ) -> list[Asker]:
+        held = self.held(facts.record)
+        return askers(self._pair, member, size, facts.record, held, facts.pods.values(), reservations)
+
     async def _facts(self, member: PairMember, deadline: float) -> Facts:
-        records = await self.records(deadline)
+        record = await self.record(deadline)
         # A pod may have followed another of the same name: the one that goes is not asking.
         known = sorted(self._source.pods_on_node(), key=lambda pod: not (pod.finished or pod.ending))
-        facts = Facts(records, pods := {pod.key: pod for pod in known})
-        return await self._fetched(facts, records, records.pods - pods.keys(), member) if records else facts
+        facts = Facts(record, pods := {pod.key: pod for pod in known})
+        return await self._fetched(facts, record, record.pods - pods.keys(), member) if record else facts
 
     async def _fetched(
-        self, facts: Facts, records: Records, keys: Collection[PodKey], member: PairMember
+        self, facts: Facts, record: Record, keys: Collection[PodKey], member: PairMember
     ) -> Facts:
         """With fresh copies of those pods that are listed and lack something of a member."""
-        listed = [one for one in records.containers if one.pod_key in keys] if keys else []
-        missing = {one.pod_key for one in listed if (one, member) not in records.held.by_place}
+        listed = [Holder(*names) for names in record.containers if names[:2] in keys] if keys else []
+        missing = {one.pod_key for one in listed if (one, member) not in self.held(record).by_place}
         found: dict[PodKey, Pod | None] = {}
 
         async def fetch(key: PodKey) -> None:
@@ -146,7 +161,7 @@ class RequesterResolver:
         fresh = {key: pod for key, pod in found.items() if pod is not None}
         unknown = facts.unknown | (missing - found.keys() - facts.pods.keys())
         absent = facts.absent | (found.keys() - fresh.keys())
-        return Facts(records, {**facts.pods, **fresh}, unknown, absent)
+        return Facts(record, {**facts.pods, **fresh}, unknown, absent)
 
 
 def _nobody(facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:

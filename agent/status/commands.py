@@ -6,13 +6,13 @@ import anyio
 import structlog
 
 from agent.cluster.own_node import NodeNotWritten
-from agent.holdings.holdings import holders_by_gpu
 from agent.inventory.messages import Cleared, Removed
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.timestamps import boot_seconds
 from agent.model.health import FaultKind, HealthState
 from agent.modes.cordons import LONGEST_REASON
-from agent.status.report import Document, StatusSources, report
+from agent.modes.wing import Document
+from agent.status.report import StatusSources, report
 from agent.web.control import CommandRefused, ControlServer
 
 log = structlog.get_logger()
@@ -103,7 +103,7 @@ class Commands:
         log.warning("cordon_asked_for", gpu=state.uuid, index=state.gpu.index, reason=reason or None)
         await self._written(book.add(state.uuid, reason))
         listed = await self._sources.holdings.refresh()
-        holders = holders_by_gpu(listed).get(state.uuid, []) if listed else []
+        holders = listed.by_gpu.get(state.uuid, []) if listed else []
         pods = sorted({holder.pod for holder in holders})
         return {"uuid": state.uuid, "index": state.gpu.index, "waitingFor": pods}
 

@@ -3,13 +3,13 @@
 from time import monotonic
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 
 
 class LastHolders:
-    def __init__(self, cell: Cell[PodList | None]) -> None:
+    def __init__(self, cell: Cell[Record | None]) -> None:
         self._cell = cell
-        self._last: PodList | None = None
+        self._last: Record | None = None
         self._lost: float | None = None  # since when there is nothing newer
 
     async def run(self) -> None:
@@ -17,12 +17,12 @@ class LastHolders:
         async for found in self._cell.values():
             self._take(found)
 
-    def known(self) -> tuple[PodList | None, float | None]:
+    def known(self) -> tuple[Record | None, float | None]:
         """The record, and its age in seconds; no age: it is of now, or there never was one."""
         self._take(self._cell.value)
         return self._last, None if self._lost is None or self._last is None else monotonic() - self._lost
 
-    def _take(self, found: PodList | None) -> None:
+    def _take(self, found: Record | None) -> None:
         if found is not None:
             self._last, self._lost = found, None
         elif self._lost is None:

@@ -3,57 +3,49 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from agent import __version__
-from agent.holdings.holdings import GpuHolder, HoldingsWatch, holders_by_gpu
+from agent.holdings.holdings import HoldingsWatch
+from agent.injection.inject import Injector
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
 from agent.kit.timestamps import boot_seconds
-from agent.kubelet.podresources import Holding
 from agent.model.health import HealthState, Rules
+from agent.model.holding import GpuHolder
 from agent.model.modes import Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.switch_state import GpuSwitch, SwitchState
+from agent.modes.wing import Document, Wing
 from agent.status.last_holders import LastHolders
-
-Document = dict[str, Any]
-
-
-# The limits of a container on one GPU (UUID); None: it has none, and is not measured.
-ContainerLimits = Callable[[Holding, str], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class StatusSources:
-    """Where the report comes from. `injection` answers the way in use and why."""
+    """Where the report comes from."""
 
     inventory: Inventory
     gpu_monitor: GpuMonitor
     holdings: HoldingsWatch
-    switch: Callable[[], SwitchState]
-    injection: Callable[[], tuple[str, str]]
+    switch: Cell[SwitchState]
+    injector: Injector
     blockers: Callable[[], Sequence[str]]
-    mps: Callable[[str], Document | None]  # the daemon of a GPU, by UUID; None: it has none
     remarks: Callable[[], Sequence[str]]
     cordons: CordonBook
-    # Whether a mode's containers are kept to their shares: yes, no, memory (compute is not enforced);
-    # None: its GPUs are not shared by amounts.
-    enforced: Callable[[Mode], str | None]
-    limits: Mapping[Mode, ContainerLimits]  # of the modes that have some
+    wings: Mapping[Mode, Wing]
     last: LastHolders
 
 
 def report(sources: StatusSources) -> Document:
     """The present moment. Keys are public: scripts read them (`status --json`)."""
     snapshot = sources.inventory.snapshot.value
-    switch = sources.switch()
+    switch = sources.switch.value
     switches = {gpu.uuid: gpu for gpu in switch.gpus}
     pods, age = sources.last.known()
-    holders = holders_by_gpu(pods) if pods is not None else {}
+    holders = pods.by_gpu if pods is not None else {}
     blockers = list(sources.blockers())
-    way, why = sources.injection()
+    choice = sources.injector.choice
     driver = snapshot.driver
     return {
         "version": __version__,
@@ -62,7 +54,7 @@ def report(sources: StatusSources) -> Document:
         "driver": driver.version if driver else None,
         "cuda": "{}.{}".format(*driver.cuda_version) if driver else None,
         "mode": {"desired": switch.desired, "phase": switch.phase.value, "message": switch.message},
-        "injection": {"way": way, "reason": why},
+        "injection": {"way": "cdi" if choice.cdi else "envvar", "reason": choice.reason},
         "releasedForSeconds": _released_for(snapshot),
         # How old the record of holders is, where it cannot be read now; null: it is of now, or there is none.
         "holdersAgeSeconds": None if age is None else round(age, 1),
@@ -101,7 +93,8 @@ def _gpu(
     gpu = state.gpu
     active = switch.active if switch else None
     cordon = sources.cordons.cell.value.get(state.uuid)
-    return {
+    wing = sources.wings.get(active.mode) if active else None
+    document = {
         "index": gpu.index,
         "uuid": gpu.uuid,
         "model": gpu.product,
@@ -116,14 +109,16 @@ def _gpu(
             "selling": bool(active and active.offered),
             "reason": cordon.words if cordon else _mode_reason(switch, sources),
             "waitingFor": list(switch.waiting_for) if switch else [],
-            "enforced": sources.enforced(active.mode) if active else None,
+            "enforced": wing.enforced() if wing else None,
         },
         "health": _health(state, sources.inventory.rules, state.uuid in sources.gpu_monitor.events.watched),
         "cordon": {"since": cordon.since, "reason": cordon.reason} if cordon else None,
         "lastXid": sources.inventory.counters.last_xid.get(state.uuid),
-        "mps": sources.mps(state.uuid),
-        "holders": _holders(holders, state.uuid, sources.limits),
+        "mps": None,
     }
+    for each in sources.wings.values():
+        document |= each.gpu_facts(state.uuid)
+    return document | {"holders": _holders(holders, state.uuid, sources.wings)}
 
 
 def _mode_reason(switch: GpuSwitch | None, sources: StatusSources) -> str:
@@ -151,9 +146,7 @@ def _health(state: GpuState, rules: Rules, events: bool) -> Document:
     }
 
 
-def _holders(
-    holders: Sequence[GpuHolder], uuid: str, limits: Mapping[Mode, ContainerLimits]
-) -> list[Document]:
+def _holders(holders: Sequence[GpuHolder], uuid: str, wings: Mapping[Mode, Wing]) -> list[Document]:
     """One entry for each container, whatever number of resources it holds."""
     found: dict[tuple[str, str], Document] = {}
     for holder in holders:
@@ -163,7 +156,5 @@ def _holders(
             (holder.pod, holding.container), {"pod": holder.pod, "container": holding.container, "units": {}}
         )
         entry["units"] |= units
-        pair, known = holder.mode.row.pair, limits.get(holder.mode)
-        if known and pair and holding.resource == pair.memory:
-            entry["limits"] = known(holding, uuid)
+        entry |= wings[holder.mode].holder_facts(holding, uuid)
     return list(found.values())

@@ -1,26 +1,29 @@
 """The document of `gpu-node-agent top`: the moving figures of GPUs and containers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-from agent.telemetry.attribution import Grade
+from agent.kit.cell import Cell
+from agent.model.modes import Mode
+from agent.modes.switch_state import SwitchState
+from agent.modes.wing import Document, Place, Wing
+from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import ContainerUse
 from agent.telemetry.gpus import THROTTLE_REASONS
 from agent.telemetry.reading import Reading, Sources
 from agent.telemetry.sampler import TakenSample
 from agent.web.control import ControlServer
 
-Document = dict[str, Any]
-Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
-Allotted = Callable[[], Mapping[Place, float]]  # 0..1
 NOTHING: Mapping[Place, float] = MappingProxyType({})
-Modes = Callable[[], Mapping[str, str]]  # mode in force by GPU UUID
 
 
-def add_to(server: ControlServer, sources: Sources, modes: Modes, allotted: Allotted) -> None:
+def add_to(
+    server: ControlServer, sources: Sources, switch: Cell[SwitchState], wings: Mapping[Mode, Wing]
+) -> None:
     async def top(_: Mapping[str, object]) -> Document:
-        return document(sources.read(), modes(), allotted())
+        modes = {each.uuid: each.active.mode.value for each in switch.value.gpus}
+        allotted = {place: share for each in wings.values() for place, share in each.allotted().items()}
+        return document(sources.read(), modes, allotted)
 
     server.add("top", top)
 
@@ -69,7 +72,7 @@ def _figures(taken: TakenSample | None) -> Document:
 def _container(each: ContainerUse, allotted: Mapping[Place, float]) -> Document:
     use, share = each.use, each.use.share
     place = (share.namespace, share.pod, share.container, share.gpu)
-    memory_known = use.memory_grade is not Grade.ALLOCATED
+    memory_known = use.memory_grade is not Attribution.ALLOCATED
     return {
         "namespace": share.namespace,
         "pod": share.pod,
@@ -79,7 +82,7 @@ def _container(each: ContainerUse, allotted: Mapping[Place, float]) -> Document:
         "memoryUsedBytes": use.memory if memory_known else None,
         "memoryLimitBytes": share.memory_limit,
         "memoryAttribution": use.memory_grade.value,
-        "utilizationRatio": None if use.utilization_grade is Grade.ALLOCATED else use.utilization,
+        "utilizationRatio": None if use.utilization_grade is Attribution.ALLOCATED else use.utilization,
         "utilizationMaxRatio": each.utilization.most if each.utilization else None,
         "coreLimitRatio": share.core_limit,
         "coreAllottedRatio": allotted.get(place),  # of those that are held to compute

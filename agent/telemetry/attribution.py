@@ -9,16 +9,17 @@ drivers may put down to the server: then the server's use is shared out among it
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
 from agent.model.cgroup import ContainerRef
+from agent.model.pod import Pod
 from agent.nvml.port import Sample
-from agent.telemetry.shares import Share
+from agent.telemetry.shares import ContainerShare
 
 
-class Grade(Enum):
+class Attribution(Enum):
     """How a figure was obtained; the value is a label."""
 
     MEASURED = "measured"
@@ -27,29 +28,14 @@ class Grade(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class KnownPod:
-    """A pod as the API server shows it; `containers` are names by container ID (without its scheme)."""
-
-    namespace: str
-    name: str
-    containers: Mapping[str, str] = field(default_factory=dict)
-    finished: bool = False
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Namespace and name."""
-        return (self.namespace, self.name)
-
-
-@dataclass(frozen=True, slots=True)
 class Use:
     """The use of a GPU by a container now. A figure whose grade is ALLOCATED is not known; it stands as 0."""
 
-    share: Share
+    share: ContainerShare
     memory: int = 0  # bytes
-    memory_grade: Grade = Grade.ALLOCATED
+    memory_grade: Attribution = Attribution.ALLOCATED
     utilization: float = 0.0  # 0..1 of the GPU
-    utilization_grade: Grade = Grade.ALLOCATED
+    utilization_grade: Attribution = Attribution.ALLOCATED
     pids: tuple[int, ...] = ()  # of its processes, where the driver reports each
     working: int = 0  # of its processes, those that the driver saw using the GPU
 
@@ -68,15 +54,15 @@ class Attributed:
     unknown_memory: int = 0  # of processes that cannot be attributed
 
 
-NO_PODS: Mapping[str, KnownPod] = MappingProxyType({})
+NO_PODS: Mapping[str, Pod] = MappingProxyType({})
 
 
 def attribute(
-    shares: Sequence[Share],
+    shares: Sequence[ContainerShare],
     sample: Sample | None,
     work: Mapping[int, float] | None,
     owners: Mapping[int, ContainerRef | None],
-    pods: Mapping[str, KnownPod] = NO_PODS,
+    pods: Mapping[str, Pod] = NO_PODS,
 ) -> Attributed:
     """Divide the use of one GPU among its shares.
 
@@ -108,9 +94,9 @@ class _Split:
 
     def __init__(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[ContainerShare],
         owners: Mapping[int, ContainerRef | None],
-        pods: Mapping[str, KnownPod],
+        pods: Mapping[str, Pod],
     ) -> None:
         self.shares = shares
         self.processes: list[list[int]] = [[] for _ in shares]
@@ -141,7 +127,7 @@ class _Split:
         pod = self._pods.get(ref.pod_uid)
         if pod is not None:
             candidates = self._of_pod.get(pod.key, [])
-            name = pod.containers.get(ref.container_id)
+            name = pod.container_names.get(ref.container_id)
             if name is not None:
                 candidates = [n for n in candidates if self.shares[n].container == name]
         else:
@@ -150,13 +136,13 @@ class _Split:
         return candidates[0] if len(candidates) == 1 else None
 
 
-def _memory(split: _Split, sample: Sample) -> tuple[list[tuple[float, Grade]], int, int]:
+def _memory(split: _Split, sample: Sample) -> tuple[list[tuple[float, Attribution]], int, int]:
     shares = split.shares
     limits = [float(share.memory_limit) for share in shares]
     processes = sample.processes
     if processes is None or any(each.memory_bytes is None for each in processes):
         if not sample.memory_total_bytes:
-            return [(0.0, Grade.ALLOCATED)] * len(shares), 0, 0
+            return [(0.0, Attribution.ALLOCATED)] * len(shares), 0, 0
         # A container with a process must have memory; where processes are hidden, all may have.
         return _shared_out([None] * len(shares), float(sample.memory_used_bytes), limits, limits), 0, 0
     own: list[float | None] = [None] * len(shares)
@@ -175,12 +161,12 @@ def _memory(split: _Split, sample: Sample) -> tuple[list[tuple[float, Grade]], i
 
 def _utilization(
     split: _Split, sample: Sample, work: Mapping[int, float] | None
-) -> list[tuple[float, Grade]]:
+) -> list[tuple[float, Attribution]]:
     shares, device = split.shares, sample.gpu_utilization_ratio
     weights = [1.0 if share.core_limit is None else share.core_limit for share in shares]
     if work is None:
         if device is None:
-            return [(0.0, Grade.ALLOCATED)] * len(shares)
+            return [(0.0, Attribution.ALLOCATED)] * len(shares)
         return _shared_out([None] * len(shares), device, weights, weights)
     own: list[float | None] = [None] * len(shares)
     left, servers = 0.0, 0.0
@@ -206,16 +192,16 @@ def _utilization(
 
 def _shared_out(
     own: Sequence[float | None], left: float, weights: Sequence[float], limits: Sequence[float]
-) -> list[tuple[float, Grade]]:
+) -> list[tuple[float, Attribution]]:
     """Each one's own figure; those without one share the rest by weight, up to their limits."""
     if not left:
-        return [(value or 0.0, Grade.MEASURED) for value in own]
+        return [(value or 0.0, Attribution.MEASURED) for value in own]
     total = sum(weight for weight, value in zip(weights, own, strict=True) if value is None)
     found = []
     for value, weight, limit in zip(own, weights, limits, strict=True):
         if value is not None:
-            found.append((value, Grade.MEASURED))
+            found.append((value, Attribution.MEASURED))
         else:
             part = left * weight / total if total else 0.0
-            found.append((min(part, limit), Grade.ESTIMATED))
+            found.append((min(part, limit), Attribution.ESTIMATED))
     return found

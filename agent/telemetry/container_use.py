@@ -11,14 +11,15 @@ import anyio.to_thread
 from agent.holdings.owners import Owners
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 from agent.model.modes import Mode
-from agent.telemetry.attribution import NO_PODS, Grade, KnownPod, Use, attribute
+from agent.model.pod import Pod
+from agent.telemetry.attribution import NO_PODS, Attribution, Use, attribute
 from agent.telemetry.sampler import Samples, TakenSample
-from agent.telemetry.shares import Share, by_gpu, shares_of
+from agent.telemetry.shares import ContainerShare, by_gpu, shares_of
 from agent.telemetry.window import Span, Window
 
-Pods = Callable[[], Mapping[str, KnownPod]]
+Pods = Callable[[], Mapping[str, Pod]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class ContainerUse:
     use: Use
     memory: Span | None
     utilization: Span | None
-    memory_grade: Grade = Grade.MEASURED
-    utilization_grade: Grade = Grade.MEASURED
+    memory_grade: Attribution = Attribution.MEASURED
+    utilization_grade: Attribution = Attribution.MEASURED
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class ContainerWatch:
         self,
         snapshot: Cell[Snapshot],
         samples: Cell[Samples],
-        holdings: Cell[PodList | None],
+        holdings: Cell[Record | None],
         owners: Owners,
         pods: Pods = lambda: NO_PODS,
         window_seconds: float = 60.0,
@@ -65,8 +66,8 @@ class ContainerWatch:
         self._window = window_seconds
         self._windows: dict[tuple[str, str, str, str], tuple[_GradedWindow, _GradedWindow]] = {}
         # Device IDs are taken apart only when the records changed: there may be thousands.
-        self._read: tuple[PodList | None, Snapshot | None] = (None, None)
-        self._shares: tuple[Share, ...] = ()
+        self._read: tuple[Record | None, Snapshot | None] = (None, None)
+        self._shares: tuple[ContainerShare, ...] = ()
         self.uses: Cell[Uses] = Cell(Uses())
 
     async def run(self) -> None:
@@ -87,10 +88,10 @@ class ContainerWatch:
 
     def _work_out(
         self,
-        holdings: PodList | None,
+        holdings: Record | None,
         snapshot: Snapshot,
         samples: Samples,
-        pods: Mapping[str, KnownPod],
+        pods: Mapping[str, Pod],
         now: float,
     ) -> Uses:
         if self._read[0] is not holdings or self._read[1] is not snapshot:
@@ -136,14 +137,14 @@ class _GradedWindow:
         self._readings = Window(seconds)
         self._estimates = Window(seconds)
 
-    def add(self, value: float, grade: Grade, now: float) -> None:
+    def add(self, value: float, grade: Attribution, now: float) -> None:
         """One more round. A GPU that could not be read adds nothing: it is not known to have been idle."""
         self._estimates.forget(now)
-        if grade is Grade.ALLOCATED:
+        if grade is Attribution.ALLOCATED:
             self._readings.forget(now)
             return
         self._readings.add(value, now)
-        if grade is Grade.ESTIMATED:
+        if grade is Attribution.ESTIMATED:
             self._estimates.add(value, now)
 
     @property
@@ -151,10 +152,10 @@ class _GradedWindow:
         return None if self._readings.empty else self._readings.span
 
     @property
-    def grade(self) -> Grade:
+    def grade(self) -> Attribution:
         if self._readings.empty:
-            return Grade.ALLOCATED
-        return Grade.MEASURED if self._estimates.empty else Grade.ESTIMATED
+            return Attribution.ALLOCATED
+        return Attribution.MEASURED if self._estimates.empty else Attribution.ESTIMATED
 
 
 def above_limit(uses: Uses, mode: Mode) -> Mapping[str, AbstractSet[str]]:
@@ -165,7 +166,11 @@ def above_limit(uses: Uses, mode: Mode) -> Mapping[str, AbstractSet[str]]:
     found: dict[str, set[str]] = {}
     for each in uses.containers:
         use, share = each.use, each.use.share
-        if share.mode is mode and use.memory_grade is Grade.MEASURED and use.memory > share.memory_limit:
+        if (
+            share.mode is mode
+            and use.memory_grade is Attribution.MEASURED
+            and use.memory > share.memory_limit
+        ):
             found.setdefault(share.gpu, set()).add(f"{share.namespace}/{share.pod}")
     return found
 

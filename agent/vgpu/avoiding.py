@@ -1,18 +1,78 @@
-"""How a pod could get around limits that stand in files which the agent mounts into its containers: pure.
+"""How a pod could get around limits that stand in files which the agent mounts into its containers.
 
-Judged by its specification alone, as an admission policy would. What root in an unprivileged container can do
-to itself is not among it (docs/vgpu.md): that cannot be seen from here.
+Judged by its specification alone, as an admission policy would; reported, or refused by option. What root in
+an unprivileged container can do to itself is not among it (docs/vgpu.md): that cannot be seen from here.
 """
 
 from collections.abc import Collection, Iterator
 from posixpath import normpath
+from typing import TYPE_CHECKING
 
-from agent.cluster.pods import Pod, SecurityContext
+from agent.kubelet.plugin_types import Reason, Refused
+from agent.model.demand import VGPU
+from agent.model.pod import Pod, SecurityContext
+from agent.settings import Settings
+from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER
+
+if TYPE_CHECKING:
+    from agent.cluster.pods import PodCache
 
 # Each of them is enough to unmount, or to reach the host.
 CAPABILITIES = frozenset({"ALL", "SYS_ADMIN", "SYS_MODULE", "SYS_RAWIO"})
 MOST_NAMED = 4
 LONGEST_NAME = 120
+FILES = (PRELOAD_IN_CONTAINER, IN_CONTAINER)
+# Beside the agent's own: from each of these a container can be made, or found, that no limit reaches.
+FOLDERS = (
+    "/etc/cdi",
+    "/etc/containerd",
+    "/etc/crio",
+    "/etc/kubernetes",
+    "/proc",
+    "/run/containerd",
+    "/run/crio",
+    "/run/docker.sock",
+    "/sys/fs/cgroup",
+    "/var/lib/containerd",
+    "/var/lib/containers",
+)
+UNKNOWN = "its specification cannot be read"
+
+
+class Avoidance:
+    """Looks at the pods of this node."""
+
+    def __init__(self, settings: Settings, pods: "PodCache | None") -> None:
+        """`pods`: those of the node; None: there is no way to the Kubernetes API."""
+        self._pods = pods
+        self._refuses = settings.vgpu.avoidable_limits == "refuse"
+        host = settings.host
+        kubelet = (settings.kubelet.root, settings.device_plugins_folder)
+        self._folders = (*FOLDERS, host.state, host.run, host.cdi, *map(str, kubelet))
+
+    async def ways(self, pod: Pod, container: str) -> tuple[str, ...]:
+        """How a pod could get around its limits, each in words. Raises Refused where none may."""
+        found = await self._found(pod)
+        if found and self._refuses:
+            raise Refused(
+                f"container {container} could get around the limit of its memory ({'; '.join(found)}), which "
+                "vgpu.avoidableLimits refuses: leave that out, or ask for whole GPUs",
+                Reason.INVALID,
+            )
+        return found
+
+    async def _found(self, pod: Pod) -> tuple[str, ...]:
+        if self._pods is None:
+            return (UNKNOWN,)
+        from agent.cluster.api import ApiError  # noqa: PLC0415  loads the client, which is there by now
+
+        try:
+            found = await self._pods.get(pod.namespace, pod.name)
+        except ApiError:
+            found = None
+        if found is None or found.metadata.uid != pod.uid:
+            return (UNKNOWN,)
+        return ways_around(found, VGPU.memory, FILES, self._folders)
 
 
 def ways_around(pod: Pod, resource: str, files: Collection[str], folders: Collection[str]) -> tuple[str, ...]:

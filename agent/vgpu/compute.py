@@ -20,15 +20,17 @@ import anyio.to_thread
 import structlog
 
 from agent.kit.cell import Cell
+from agent.model.modes import Mode
+from agent.telemetry.attribution import Attribution
+from agent.telemetry.container_use import Uses
 from agent.vgpu import layout
 from agent.vgpu.allotment import Claim, allot, claim, elastic
-from agent.vgpu.correction import Observed, corrected, rivals
-from agent.vgpu.folders import PERCENT, About
+from agent.vgpu.correction import corrected, rivals
+from agent.vgpu.folders import PERCENT, About, Place
 from agent.vgpu.isolation_errors import FolderUnusable
 from agent.vgpu.limits import ContainerLimits
 from agent.vgpu.problems import Problems
 from agent.vgpu.room import Isolation
-from agent.vgpu.watch import Place, place_of
 
 log = structlog.get_logger()
 
@@ -52,7 +54,7 @@ class ComputeRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ComputeShare:
     """How a container stands. `used` is None where nobody measures it."""
 
     asked: int  # percent; 0: no claim
@@ -62,7 +64,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class MeasuredWork:
     """The use of a container, as the driver measured it."""
 
     percent: float  # of the GPU
@@ -102,7 +104,7 @@ class Compute:
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """`soft`: every container may use what is free."""
-        self.shares: Cell[Mapping[str, Share]] = Cell(MappingProxyType({}))
+        self.shares: Cell[Mapping[str, ComputeShare]] = Cell(MappingProxyType({}))
         self._isolation = isolation
         self._request_of = request
         self._soft = soft
@@ -111,9 +113,9 @@ class Compute:
         self._followed: dict[str, _Followed] = {}
         self._unreadable = Problems()
         self._unwritten = Problems("share_not_written")
-        self._measured: Mapping[Place, Work] = {}
+        self._measured: Mapping[Place, MeasuredWork] = {}
 
-    def measured(self, work: Mapping[Place, Work]) -> None:
+    def measured(self, work: Mapping[Place, MeasuredWork]) -> None:
         """Take in one round of what the driver measured of containers."""
         self._measured = work
 
@@ -134,7 +136,7 @@ class Compute:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self.settle)
 
-    def turn(self, containers: Mapping[str, ContainerLimits], measured: Mapping[Place, Work]) -> bool:
+    def turn(self, containers: Mapping[str, ContainerLimits], measured: Mapping[Place, MeasuredWork]) -> bool:
         """One turn; whether the next is to follow at once. Blocks for up to `TURN_SECONDS`."""
         self._follow(containers)
         gpus = self._by_gpu()
@@ -225,9 +227,9 @@ class Compute:
     def _working(self, each: _Followed) -> bool:
         return self._clock() - each.moved < IDLE_SECONDS
 
-    def _observe(self, measured: Mapping[Place, Work]) -> None:
+    def _observe(self, measured: Mapping[Place, MeasuredWork]) -> None:
         for group in self._by_gpu():
-            found = [(each, measured.get(place_of(each.about))) for each in group]
+            found = [(each, measured.get(each.about.place)) for each in group]
             everybody = [work for _, work in found if work is not None]
             total, processes = (
                 sum(each.percent for each in everybody),
@@ -242,7 +244,8 @@ class Compute:
         each.used = percent
         # What was measured belongs to the share that was in force all the while.
         if 0 < each.share < 100 * PERCENT and self._clock() - each.since > LOOK_SECONDS:
-            each.factor = corrected(each.factor, Observed(each.share / PERCENT, (percent,), each.held_back))
+            cap = each.share / PERCENT
+            each.factor = corrected(each.factor, cap, percent, throttled=each.held_back)
         each.held_back = False
 
     def _allot(self, group: list[_Followed]) -> None:
@@ -273,11 +276,11 @@ class Compute:
         else:
             self._unwritten.over(each.claim.key)
 
-    def standing(self) -> Mapping[str, Share]:
+    def standing(self) -> Mapping[str, ComputeShare]:
         """How containers stand, by folder."""
         return MappingProxyType(
             {
-                key: Share(each.about.cores, each.share / PERCENT, each.used, each.throttled)
+                key: ComputeShare(each.about.cores, each.share / PERCENT, each.used, each.throttled)
                 for key, each in self._followed.items()
             }
         )
@@ -291,3 +294,15 @@ def release(isolation: Isolation) -> None:
                 isolation.folders.change(key, compute=False)
             except FolderUnusable as error:
                 log.warning("share_not_written", problem=str(error))
+
+
+def work_of(uses: Uses) -> Mapping[Place, MeasuredWork]:
+    """Use of vGPU containers as the driver measured it."""
+    return {
+        Place(share.namespace, share.pod, share.container, share.gpu): MeasuredWork(
+            each.use.utilization * 100, each.use.working
+        )
+        for each in uses.containers
+        for share in (each.use.share,)
+        if share.mode is Mode.VGPU and each.use.utilization_grade is Attribution.MEASURED
+    }

@@ -1,11 +1,15 @@
 """Compute as pods request it by annotations: how far they may burst, and whether they come last."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import structlog
 
 from agent.vgpu.compute import ComputeRequest
 from agent.vgpu.folders import About
+
+if TYPE_CHECKING:
+    from agent.cluster.pods import PodCache
 
 log = structlog.get_logger()
 
@@ -14,6 +18,20 @@ PRIORITY = "gpu-node-agent.io/priority"
 LOW = "low"
 _reported: dict[tuple[str, str], str] = {}
 _MOST_REPORTED = 1000
+
+
+class ComputeRequests:
+    """Those of this node's pods."""
+
+    def __init__(self, pods: "PodCache | None", *, may_burst: bool) -> None:
+        """`may_burst`: a burst counts only where a policy says who may write the annotation."""
+        self._pods = pods
+        self._may_burst = may_burst
+
+    def of(self, about: About) -> ComputeRequest:
+        """The request of a container; none while its pod is not known."""
+        pod = self._pods.pods().get(about.uid) if self._pods else None
+        return compute_request_of(about, pod.metadata.annotations if pod else {}, may_burst=self._may_burst)
 
 
 def compute_request_of(about: About, annotations: Mapping[str, str], *, may_burst: bool) -> ComputeRequest:
@@ -41,7 +59,7 @@ def _report(about: About, annotation: str, value: str, problem: str) -> None:
     _reported[key] = value
     log.warning(
         "annotation_ignored",
-        pod=f"{about.namespace}/{about.pod}",
+        pod=about.pod_key,
         annotation=annotation,
         value=value[:64],
         problem=problem,

@@ -36,7 +36,7 @@ class Copies:
                 self._folder, f"{key_of(about.ids)}{SUFFIX}", msgspec.json.encode(about), mode=0o600
             )
         except OSError as error:
-            log.warning("limits_not_copied", pod=f"{about.namespace}/{about.pod}", problem=str(error))
+            log.warning("limits_not_copied", pod=about.pod_key, problem=str(error))
 
     def drop(self, key: str) -> None:
         """Forget a container."""

@@ -7,7 +7,6 @@ shares the GPU's time with, so that the library can tell a long launch from an i
 """
 
 import math
-from dataclasses import dataclass
 
 GAIN = 0.4
 LEAST, MOST = 0.4, 4.0
@@ -15,23 +14,16 @@ MOST_EXCESS = 1.0  # a second of more may be that in which the library learned w
 ROUNDING = 0.5  # NVML cuts percentages off
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """One container in one second."""
+def corrected(factor: float, cap: float, used: float, *, throttled: bool) -> float:
+    """The factor for the next second; the same while nothing can be learned.
 
-    cap: float  # percent of the GPU
-    percents: tuple[float, ...]  # sums over its processes, one for each of NVML's samples
-    throttled: bool  # whether launches had to wait
-
-
-def corrected(factor: float, observed: Observed) -> float:
-    """The next factor; the same while nothing can be learned, since an idle container uses less by itself."""
-    if not observed.percents or observed.cap <= 0:
+    `cap` and `used` in percent of the GPU. `throttled`: launches had to wait; a container that did not wait
+    may use less by itself.
+    """
+    share = used + ROUNDING
+    if cap <= 0 or (not throttled and share <= cap):
         return factor
-    share = sum(observed.percents) / len(observed.percents) + ROUNDING
-    if not observed.throttled and share <= observed.cap:
-        return factor
-    excess = min(MOST_EXCESS, (share - observed.cap) / observed.cap)
+    excess = min(MOST_EXCESS, (share - cap) / cap)
     return min(MOST, max(LEAST, factor * math.exp(-GAIN * excess)))
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -20,6 +20,7 @@ from agent.model.cgroup import container_of
 from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
+from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About
 from agent.vgpu.limits import ContainerLimits
 from agent.vgpu.room import Isolation
@@ -31,13 +32,6 @@ RETRY_SECONDS = 5.0
 MOST_TRIES = 6
 # A container may make cgroups below its own, as deep as it likes.
 DEEPEST, MOST_OF_A_CONTAINER = 12, 16
-
-
-class Report(Protocol):
-    """Reports to a container's owner."""
-
-    def not_limited(self, about: About, problem: str) -> None:
-        """The driver does not hold it to its memory, though it should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +53,14 @@ class DriverLimits:
         nvml: tuple[NvmlPort, WorkerThread],
         cgroups: Path,
         containers_of: Callable[[About], Collection[str]],
-        report: Report,
+        events: LimitEvents,
     ) -> None:
         """`containers_of`: the IDs that a container has at the runtime, without its scheme."""
         self._isolation = isolation
         self._nvml, self._thread = nvml
         self._cgroups = cgroups
         self._containers_of = containers_of
-        self._report = report
+        self._events = events
         self._states: dict[str, _State] = {}
         self._problems: dict[str, str] = {}
 
@@ -126,14 +120,14 @@ class DriverLimits:
             limited = True
             if now != limits.memory_bytes:
                 await self._thread.run(self._nvml.set_memory_limit, about.gpu, folder, limits.memory_bytes)
-                log.info("driver_limit_set", pod=f"{about.namespace}/{about.pod}", bytes=limits.memory_bytes)
+                log.info("driver_limit_set", pod=about.pod_key, bytes=limits.memory_bytes)
         return limited
 
     def _say(self, key: str, limits: ContainerLimits, problem: str) -> None:
         self._isolation.asked(key, False)
         if self._problems.get(key) != problem:
             self._problems[key] = problem
-            self._report.not_limited(limits.about, problem)
+            self._events.not_limited(limits.about, problem)
 
 
 def cgroups_of(root: Path, uid: str, containers: Collection[str]) -> list[Path]:

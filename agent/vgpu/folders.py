@@ -16,17 +16,19 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from agent.kit import trees
 from agent.kit.selinux import label_for_pods
 from agent.model.ids import SEPARATOR
+from agent.model.metadata import Metadata
+from agent.model.pod import Pod
 from agent.vgpu import layout
-from agent.vgpu.held import REFUSALS, Held, opened
+from agent.vgpu.held import REFUSALS, HeldFiles, opened
 from agent.vgpu.isolation_errors import AccessRefused, BadLayout, FolderUnusable
-from agent.vgpu.layout import Limits, Usage
+from agent.vgpu.layout import CountedUsage, DeviceLimits
 from agent.vgpu.loaded import Entries
 
 FOLDER = "limits"
@@ -36,6 +38,15 @@ LONGEST_ABOUT = 256 << 10  # thousands of IDs
 # otherwise.
 MODES = {LIMITS: 0o644, USAGE: 0o666}
 PERCENT = 100  # of the units that shares are written in
+
+
+class Place(NamedTuple):
+    """A container of a pod on a GPU; also the labels of its metrics."""
+
+    namespace: str
+    pod: str
+    container: str
+    gpu: str  # UUID
 
 
 class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=False):
@@ -59,6 +70,20 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     grown_cores: tuple[str, ...] = ()  # units beside those of the kubelet, as `grown`
 
     @property
+    def owner(self) -> Pod:
+        """Its pod, as far as reports to the owner need it."""
+        return Pod(Metadata(self.pod, self.namespace, self.uid))
+
+    @property
+    def pod_key(self) -> str:
+        """Namespace and name of its pod, for the log."""
+        return f"{self.namespace}/{self.pod}"
+
+    @property
+    def place(self) -> Place:
+        return Place(self.namespace, self.pod, self.container, self.gpu)
+
+    @property
     def cores_now(self) -> int:
         """Percent of the GPU that it is promised."""
         return self.cores if self.cores_cap is None else self.cores_cap
@@ -74,7 +99,7 @@ def key_of(ids: Collection[str]) -> str:
 class LimitFolders:
     def __init__(self, run: Path) -> None:
         self.root = run / FOLDER
-        self.held = Held()
+        self.held = HeldFiles()
         self._changing = threading.Lock()  # one change of limits at a time: each reads what it changes
 
     def prepare(self) -> None:
@@ -145,12 +170,12 @@ class LimitFolders:
             raise FolderUnusable(f"{self.path(key, ABOUT)} is of other units than its folder")
         return found
 
-    def limits(self, key: str) -> Limits:
+    def limits(self, key: str) -> DeviceLimits:
         """The limits in force. Raises FolderUnusable."""
         with self._file(key, LIMITS) as file:
             return layout.read_limits(os.pread(file, layout.LIMITS_BYTES, 0))[0]
 
-    def change(self, key: str, **values: Any) -> None:  # noqa: ANN401  fields of Limits
+    def change(self, key: str, **values: Any) -> None:  # noqa: ANN401  fields of DeviceLimits
         """Change limits, in the very file that the container has mounted. Raises FolderUnusable."""
         with self._changing, self._file(key, LIMITS) as file:
             now = layout.read_limits(os.pread(file, layout.LIMITS_BYTES, 0))[0]
@@ -184,7 +209,7 @@ class LimitFolders:
             os.pwrite(file, _limits(about), 0)
             os.ftruncate(file, layout.LIMITS_BYTES)
 
-    def usage(self, key: str) -> Usage | None:
+    def usage(self, key: str) -> CountedUsage | None:
         """The container's use by the library's word; None: the region cannot be read. A hint.
 
         Raises FolderUnusable.
@@ -265,7 +290,7 @@ class LimitFolders:
 
 
 def _limits(about: About, context_bytes: int = 0) -> bytes:
-    limits = Limits(
+    limits = DeviceLimits(
         about.gpu,
         about.memory_bytes,
         about.cores,

@@ -26,7 +26,7 @@ class Leased(BlockingIOError):
     """A container has a lease on a file: it is being waited for."""
 
 
-class Held:
+class HeldFiles:
     """Files by the folder or library that they belong to, and their names."""
 
     def __init__(self) -> None:

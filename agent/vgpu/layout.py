@@ -65,7 +65,7 @@ ENTRY_POINT = re.compile(r"cu[A-Za-z0-9_]{1,61}")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DeviceLimits:
     gpu: str  # UUID as NVML writes it, GPU-...
     memory_bytes: int
     cores: int = 0  # percent; 0: no claim
@@ -80,7 +80,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CountedUsage:
     """The library's count for one GPU; its container may write anything there."""
 
     total_bytes: int
@@ -94,7 +94,7 @@ class Usage:
     newer_name: str = ""  # the last of them
 
 
-def limit_file(name: str, devices: Sequence[Limits]) -> bytes:
+def limit_file(name: str, devices: Sequence[DeviceLimits]) -> bytes:
     """A new limit file. `name` is for people."""
     label = name.encode()[:63]
     header = HEADER.pack(LIMITS_MAGIC, LAYOUT, RECORDS_AT, LIMITS_BYTES, len(devices), label, time.time_ns())
@@ -108,12 +108,12 @@ def limit_file(name: str, devices: Sequence[Limits]) -> bytes:
     return bytes(content)
 
 
-def read_limits(content: bytes) -> list[Limits]:
+def read_limits(content: bytes) -> list[DeviceLimits]:
     """The limits in force. Raises BadLayout, OtherLayout."""
     return [limits for _, _, limits in map(_newest, _records(content))]
 
 
-def write_limits(descriptor: int, number: int, limits: Limits) -> int:
+def write_limits(descriptor: int, number: int, limits: DeviceLimits) -> int:
     """Put limits in force in a file that containers may have mapped, and wake who waits for its share.
 
     Answers how many threads that were. `descriptor` is open for reading and writing. Raises BadLayout,
@@ -176,7 +176,7 @@ def usage_head_bytes(devices: int) -> int:
     return USAGE_HEADER_BYTES + devices * USAGE_DEVICE_BYTES
 
 
-def read_usage(content: bytes) -> list[Usage]:
+def read_usage(content: bytes) -> list[CountedUsage]:
     """The library's counts, GPU by GPU. Raises BadLayout."""
     if len(content) < usage_head_bytes(1):
         raise BadLayout(f"a usage region of {len(content)} bytes is too short")
@@ -190,7 +190,7 @@ def read_usage(content: bytes) -> list[Usage]:
     text = name.partition(b"\0")[0].decode("ascii", "replace")
     named = text if ENTRY_POINT.fullmatch(text) else ""  # the container can write anything there
     counts = [
-        Usage(
+        CountedUsage(
             *FIGURES.unpack_from(content, start + FIGURES_AT), *SHARE.unpack_from(content, start + SHARE_AT)
         )
         for start in starts
@@ -224,7 +224,7 @@ def read_entries(content: bytes) -> Entries:
     return Entries(processes, len(slots) == SLOTS and slots[-1][1] == FREE_SLOT)
 
 
-def _copy(generation: int, limits: Limits) -> bytes:
+def _copy(generation: int, limits: DeviceLimits) -> bytes:
     body = COPY.pack(
         generation,
         _uuid(limits.gpu),
@@ -263,7 +263,7 @@ def _records(content: bytes) -> list[bytes]:
     return [content[start : start + RECORD_BYTES] for start in starts]
 
 
-def _newest(record: bytes) -> tuple[int, int, Limits]:
+def _newest(record: bytes) -> tuple[int, int, DeviceLimits]:
     """Place, generation and values of the copy in force."""
     found = []
     for place in (0, 1):
@@ -272,7 +272,7 @@ def _newest(record: bytes) -> tuple[int, int, Limits]:
             COPY.unpack_from(body)
         )
         if generation and CRC.unpack_from(body, COPY.size)[0] == zlib.crc32(body[: COPY.size]):
-            limits = Limits(
+            limits = DeviceLimits(
                 f"GPU-{uuid.UUID(bytes=gpu)}",
                 memory,
                 share // 100,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from agent.kit import selinux, trees
 from agent.kit.selinux import label_for_pods
-from agent.vgpu.held import Held
+from agent.vgpu.held import HeldFiles
 from agent.vgpu.isolation_errors import LibraryUnusable
 
 # Where the image has it.
@@ -195,7 +195,7 @@ def install(source: Path, state: Path) -> Original:
     return original
 
 
-def hold(held: Held, library: Library) -> None:
+def hold(held: HeldFiles, library: Library) -> None:
     """Have both files of a copy open; each is asked for, whatever the other does. Raises OSError."""
     if held.has(library.build, library.names):
         return
@@ -210,7 +210,7 @@ def hold(held: Held, library: Library) -> None:
         raise failed
 
 
-def settle(held: Held, library: Library) -> None:
+def settle(held: HeldFiles, library: Library) -> None:
     """Have a copy on disk, and there after a power cut. Raises OSError.
 
     Its pages are its container's, once that reads them, not the agent's.

@@ -1,6 +1,6 @@
 """vGPU: fractions of a GPU as `tencent.com/vcuda-core` and `tencent.com/vcuda-memory`."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import anyio
 import structlog
@@ -8,7 +8,7 @@ import structlog
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Allocation
+from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.lists.pairs import pairing_of
 from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing
 from agent.model.compat import hooked, vgpu_warning
@@ -18,11 +18,10 @@ from agent.model.ledger import PairMember
 from agent.model.modes import Mode
 from agent.modes.wing import Node
 from agent.pairing.pair_rules import Grant
+from agent.vgpu.limits import Enforcement
+from agent.vgpu.node_limits import NodeLimits
 
 log = structlog.get_logger()
-
-Fence = Callable[[PairMember, Grant], Awaitable[Allocation]]
-Grown = Callable[[str], frozenset[str]]
 
 
 class VgpuPlugin(SharedPairPlugin):
@@ -62,14 +61,12 @@ class VgpuPlugin(SharedPairPlugin):
 class VgpuSharing(Sharing):
     """Limits of containers, and units that they have grown by."""
 
-    def __init__(self, *, trim: bool = True, fence: Fence | None = None, grown: Grown | None = None) -> None:
-        """None: nothing keeps containers to their shares; no container has grown."""
+    def __init__(self, limits: NodeLimits, *, trim: bool) -> None:
         super().__init__(VGPU, Mode.VGPU, trim=trim)
-        self._fence = fence
-        self._grown = grown
+        self._limits = limits
 
     def grown(self, uuid: str) -> frozenset[str]:
-        return self._grown(uuid) if self._grown else frozenset()
+        return self._limits.isolation.grown.get(uuid, frozenset())
 
     async def additions(
         self,
@@ -77,16 +74,23 @@ class VgpuSharing(Sharing):
         grant: Grant,
         gpus: Sequence[Gpu],  # noqa: ARG002
     ) -> Allocation:
-        return await self._fence(member, grant) if self._fence else Allocation()
+        """Raises Refused, and what beginning of the limits raises."""
+        if self._limits.enforcement is Enforcement.OFF:
+            return Allocation()
+        try:
+            await self._limits.begin()
+        except TimeoutError as error:
+            text = f"the memory of container {grant.container} cannot be capped: {error}"
+            raise Refused(text, Reason.UNAVAILABLE) from error
+        return await self._limits.additions(member, grant)
 
 
-def build(
-    node: Node, fence: Fence | None = None, grown: Grown | None = None
-) -> tuple[SharedPair, list[VgpuPlugin]]:
+def build(node: Node, limits: NodeLimits) -> tuple[SharedPair, list[VgpuPlugin]]:
+    """Both resources."""
     settings, inventory = node.settings, node.snapshot
     configured = settings.vgpu
     pairing = pairing_of(node, VGPU, configured.placement, configured.reservation_seconds)
-    sharing = VgpuSharing(trim=not settings.cluster.extender, fence=fence, grown=grown)
+    sharing = VgpuSharing(limits, trim=not settings.cluster.extender)
     shares = SharedPair(sharing, inventory, node.assignment, pairing, node.holdings.cell)
     return shares, [
         VgpuPlugin(shares, member, node.injector, inventory, configured.enforcement, configured.library)

@@ -9,26 +9,26 @@ an admission policy to say.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import anyio
 import anyio.to_thread
 import msgspec
-import structlog
 from msgspec import Meta
+from msgspec.structs import replace
 
 from agent.kit.cell import Cell
 from agent.kit.follow import repeat
+from agent.lists.shared_pair import SharedPair
 from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
+from agent.pairing.pod_access import PairRefused
+from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About
 from agent.vgpu.isolation_errors import IsolationError
 from agent.vgpu.limits import ContainerLimits
-from agent.vgpu.publishing import Publisher
 from agent.vgpu.room import Isolation
-from agent.vgpu.watch import place_of
-
-log = structlog.get_logger()
+from agent.vgpu.watch import LimitWatch
 
 ANNOTATION = "gpu-node-agent.io/resize"
 LONGEST_TEXT = 16 << 10
@@ -54,28 +54,47 @@ class BadResize(IsolationError):
     """An annotation that says nothing that could be done."""
 
 
-class Units(Protocol):
+class FreeUnits:
     """Free units of the node's GPUs."""
+
+    def __init__(self, shares: SharedPair) -> None:
+        self._shares = shares
 
     async def take(
         self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
     ) -> None:
         """Have `keep` write down `count` free units, which nobody else gets meanwhile nor later.
 
-        Raises NoUnits, and what `keep` raises: none is taken then.
+        They leave the pool before another call is served. Raises NoUnits, and what `keep` raises: none is
+        taken then.
         """
+
+        async def kept(ids: tuple[str, ...]) -> None:
+            try:
+                await keep(ids)
+            finally:
+                self._shares.restock()
+
+        try:
+            await self._shares.pairing.set_aside(gpu, member, count, kept)
+        except PairRefused as refusal:
+            raise NoUnits(str(refusal)) from refusal
 
     def give_back(self) -> None:
         """Units that stood in a folder are free again."""
+        self._shares.restock()
 
 
 class Resizer:
     """Follows the annotations of pods."""
 
-    def __init__(self, isolation: Isolation, units: Units, publisher: Publisher) -> None:
+    def __init__(
+        self, isolation: Isolation, units: FreeUnits, events: LimitEvents, watch: LimitWatch
+    ) -> None:
         self._isolation = isolation
         self._units = units
-        self._publisher = publisher
+        self._events = events
+        self._watch = watch
         self._answered: dict[str, str] = {}  # by UID of the pod: what its owner was answered last
 
     async def run(self, pods: Cell[Any], annotations: Callable[[], Mapping[str, str]]) -> None:
@@ -116,7 +135,7 @@ class Resizer:
         if units > have:
 
             async def keep(ids: tuple[str, ...]) -> None:
-                grown = replace_about(about, target, (*about.grown, *ids))
+                grown = replace(about, memory_bytes=target, grown=(*about.grown, *ids))
                 await self._isolation.resize(key, grown)
 
             await self._units.take(about.gpu, PairMember.MEMORY, units - have, keep)
@@ -125,9 +144,9 @@ class Resizer:
             grown = about.grown[: max(0, target // VGPU.block_bytes - len(about.ids))]
             if (target, grown) == (limits.memory_bytes, about.grown):
                 return
-            await self._isolation.resize(key, replace_about(about, target, grown))
+            await self._isolation.resize(key, replace(about, memory_bytes=target, grown=grown))
             self._units.give_back()
-        self._publisher.resized(about, target)
+        self._events.resized(about, target)
 
     async def _resize_cores(self, key: str, about: About, cores: int) -> None:
         have = about.cores + len(about.grown_cores)
@@ -140,39 +159,30 @@ class Resizer:
 
             async def keep(ids: tuple[str, ...]) -> None:
                 grown = (*about.grown_cores, *ids)
-                await self._isolation.resize(
-                    key, msgspec.structs.replace(about, cores_cap=cores, grown_cores=grown)
-                )
+                await self._isolation.resize(key, replace(about, cores_cap=cores, grown_cores=grown))
 
             await self._units.take(about.gpu, PairMember.CORE, cores - have, keep)
         else:
             grown = about.grown_cores[: max(0, cores - about.cores)]
             if (cores, grown) == (about.cores_now, about.grown_cores):
                 return
-            await self._isolation.resize(
-                key, msgspec.structs.replace(about, cores_cap=cores, grown_cores=grown)
-            )
+            await self._isolation.resize(key, replace(about, cores_cap=cores, grown_cores=grown))
             if grown != about.grown_cores:
                 self._units.give_back()
-        self._publisher.cores_resized(about, cores)
+        self._events.cores_resized(about, cores)
 
     async def _in_use(self, key: str, limits: ContainerLimits) -> int:
         """The use of a container, in whole units; the library's word counts beside the driver's."""
         folders = self._isolation.folders
         usage = await anyio.to_thread.run_sync(folders.usage, key)
         counted = usage.total_bytes if usage else 0
-        used = max(self._publisher.measured(place_of(limits.about)), counted)
+        used = max(self._watch.seen.value.measured.get(limits.about.place, 0), counted)
         return -(-used // VGPU.block_bytes) * VGPU.block_bytes
 
     def _refuse(self, about: About, text: str, problem: str) -> None:
         if self._answered.get(about.uid) != text:
             self._answered[about.uid] = text
-            self._publisher.not_resized(about, problem)
-
-
-def replace_about(about: About, memory_bytes: int, grown: tuple[str, ...]) -> About:
-    """The same container with another cap."""
-    return msgspec.structs.replace(about, memory_bytes=memory_bytes, grown=grown)
+            self._events.not_resized(about, problem)
 
 
 def wanted(text: str) -> Mapping[str, Sizes]:

@@ -15,14 +15,15 @@ import msgspec
 import structlog
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.kubelet.plugin_types import Allocation
 from agent.model.demand import VGPU
+from agent.model.growth import Growth
+from agent.model.holding import Holding, Record
 from agent.model.mount import Mount
-from agent.vgpu import library as libraries
+from agent.vgpu import memory_limits
 from agent.vgpu.contexts import Contexts
 from agent.vgpu.copies import Copies
-from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, key_of
-from agent.vgpu.held import REFUSALS, Held
+from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, Place, key_of
 from agent.vgpu.isolation_errors import (
     AccessRefused,
     FolderUnusable,
@@ -31,9 +32,10 @@ from agent.vgpu.isolation_errors import (
     OtherLayout,
     short_of_space,
 )
-from agent.vgpu.layout import Usage
-from agent.vgpu.library import Library, Original
-from agent.vgpu.limits import Admission, ContainerLimits, Policy
+from agent.vgpu.layout import CountedUsage
+from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER
+from agent.vgpu.library_copies import LibraryCopies
+from agent.vgpu.limits import ContainerLimits, Enforcement
 from agent.vgpu.problems import Problems
 
 log = structlog.get_logger()
@@ -54,9 +56,9 @@ class Isolation:
         folders: LimitFolders,
         source: Path,
         state: Path,
-        policy: Policy,
-        record: Cell[PodList | None],
-        namespaces: Callable[[str], Policy | None] = lambda _: None,
+        policy: Enforcement,
+        record: Cell[Record | None],
+        namespaces: Callable[[str], Enforcement | None] = lambda _: None,
         clock: Callable[[], float] = anyio.current_time,
         *,
         compute: bool = False,
@@ -68,24 +70,18 @@ class Isolation:
         """
         self.folders = folders
         self.contexts = Contexts(expected)
+        self.libraries = LibraryCopies(source, state)
         self._copies = Copies(state)
         self.containers: Cell[Mapping[str, ContainerLimits]] = Cell(MappingProxyType({}))
-        # Why containers get no library; None: they do.
-        self.problem: str | None = "the enforcement library has not been put on the host yet"
-        self._source = source
-        self._state = state
         self._policy = policy
         self._record = record
         self._namespaces = namespaces
         self._clock = clock
         self.computes = compute
-        self._library: Original | None = None
-        self._held = Held()  # copies of the library, by build
-        self._unsettled: set[str] = set()  # copies that are not on disk yet
         # Containers that keep the agent from their files, and how; until the agent has them, if it ever does.
         self.refusing: Mapping[str, str] = MappingProxyType({})
         # By the library's word, some seconds old, whether anybody measures or not.
-        self.counted: Mapping[str, Usage] = MappingProxyType({})
+        self.counted: Mapping[str, CountedUsage] = MappingProxyType({})
         self._unmended: set[str] = set()  # folders of these whose limits may be others than they stand for
         self._outdated = True  # there may be copies of nobody's: an agent before was killed as it made one
         self._born: dict[str, float] = {}  # folders, and since when they are known
@@ -96,25 +92,24 @@ class Isolation:
         self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
         self._removed: dict[str, About] = {}  # the oldest first
 
-    def policy(self, namespace: str) -> Policy:
+    def policy(self, namespace: str) -> Enforcement:
         return self._namespaces(namespace) or self._policy
+
+    def at(self, place: Place) -> ContainerLimits | None:
+        """The limits of a container; None: it has none."""
+        known = self.containers.value.values()
+        return next((each for each in known if each.about.place == place), None)
 
     def age(self, key: str) -> float:
         """For how many seconds a folder has been known."""
         return self._clock() - self._born.get(key, self._clock())
 
-    def library_file(self, about: About) -> Path:
-        """The library that a container was given, on the host."""
-        return self._library_of(about).file
-
-    def _library_of(self, about: About) -> Library:
-        return Library(self._state / libraries.FOLDER, about.build)
-
     async def start(self) -> None:
         """Put the library on the host, and find the folders of containers that run."""
-        if self._policy is not Policy.OFF:
+        if self._policy is not Enforcement.OFF:
             try:
-                await self._install()
+                # Cut off, its thread ends by itself, and leaves nothing.
+                await anyio.to_thread.run_sync(self.libraries.install, abandon_on_cancel=True)
             except LibraryUnusable as error:
                 log.warning("enforcement_library_unusable", problem=str(error))
         found, self._strays = await anyio.to_thread.run_sync(self._found, abandon_on_cancel=True)
@@ -125,53 +120,40 @@ class Isolation:
         log.info(
             "limits_in_use",
             policy=self._policy.value,
-            library=self._library.build if self._library else None,
+            library=self.libraries.build,
             containers=len(found),
         )
 
     def close(self) -> None:
         """Let go of the files of containers."""
         self.folders.held.close()
-        self._held.close()
+        self.libraries.close()
 
-    async def admit(self, request: About) -> Admission:
-        """The files that a container gets, all of them or none, and whether the driver limits it.
+    async def admit(self, request: About) -> Allocation:
+        """The files that a container gets, all of them or none, and the device by which the driver limits it.
 
         Raises IsolationError where the policy lets no container start without the files, or where there is no
         space for them: a tenant that fills the node's would be rid of its limits.
         """
         policy = self.policy(request.namespace)
-        if policy in (Policy.OFF, Policy.REPORT):
-            return Admission()
+        if policy in (Enforcement.OFF, Enforcement.REPORT):
+            return Allocation()
         try:
-            if self._library is None:
-                raise LibraryUnusable(self.problem or "")
-            return await self._admitted(request, policy, self._library)
+            return await self._admitted(request, policy, library=True)
         except IsolationError as error:
-            if policy is Policy.STRICT or short_of_space(error):
+            if policy is Enforcement.STRICT or short_of_space(error):
                 raise
-            if self._library:  # without one the start said so
+            if self.libraries.build:  # without one the start said so
                 log.warning(
                     "library_not_shown",
-                    pod=f"{request.namespace}/{request.pod}",
+                    pod=request.pod_key,
                     container=request.container,
                     problem=str(error),
                 )
         # The driver needs no library, but a folder that says what the container may have.
         with suppress(FolderUnusable):
-            return await self._admitted(request, policy, None) if request.driver else Admission()
-        return Admission()
-
-    async def _install(self) -> None:
-        try:
-            # Cut off, its thread ends by itself, and leaves nothing.
-            self._library = await anyio.to_thread.run_sync(
-                libraries.install, self._source, self._state, abandon_on_cancel=True
-            )
-        except LibraryUnusable as error:
-            self.problem = str(error)
-            raise
-        self.problem = None
+            return await self._admitted(request, policy, library=False) if request.driver else Allocation()
+        return Allocation()
 
     @property
     def grown(self) -> Mapping[str, frozenset[str]]:
@@ -184,6 +166,18 @@ class Isolation:
                     found[about.gpu] = found.get(about.gpu, frozenset()) | frozenset(ids)
             self._grown = (containers, found)
         return self._grown[1]
+
+    def growth(self) -> Mapping[str, Growth]:
+        """The sizes of these units, by GPU."""
+        found: dict[str, Growth] = {}
+        for about in (each.about for each in self.containers.value.values()):
+            if about.grown or about.grown_cores:
+                before = found.get(about.gpu, Growth())
+                found[about.gpu] = Growth(
+                    before.memory_bytes + len(about.grown) * VGPU.block_bytes,
+                    before.cores + len(about.grown_cores),
+                )
+        return found
 
     async def resize(self, key: str, about: About) -> None:
         """Give a container another cap. Raises FolderUnusable: it has the one that its folder says."""
@@ -201,7 +195,7 @@ class Isolation:
                     about = await anyio.to_thread.run_sync(self.folders.about, key)
                     raise
                 finally:
-                    found = replace(self.containers.value[key], about=about, memory_bytes=about.memory_bytes)
+                    found = replace(self.containers.value[key], about=about)
                     self._become({**self.containers.value, key: found})
 
     async def run(self) -> None:
@@ -237,13 +231,15 @@ class Isolation:
         await self._put_back(held, record)
         if (gone or self._outdated) and not self._strays:
             async with self._turn:  # a container that is being admitted has a copy, and is not among them yet
-                await anyio.to_thread.run_sync(self._remove_libraries)
+                self._outdated = False
+                used = {each.about.build for each in self.containers.value.values()}
+                await anyio.to_thread.run_sync(self.libraries.remove_unused, used)
         # It may wait for a disk, and an agent that stops does not wait with it.
         self.refusing = await anyio.to_thread.run_sync(
             self._keep_up, self.containers.value, abandon_on_cancel=True
         )
 
-    async def _put_back(self, held: frozenset[str], record: PodList) -> None:
+    async def _put_back(self, held: frozenset[str], record: Record) -> None:
         """Make folders again that containers of living pods have mounted, and need when they start again."""
         about_of = {key: limits.about for key, limits in self.containers.value.items()}
         wanted = {
@@ -266,8 +262,8 @@ class Isolation:
                 await anyio.to_thread.run_sync(self._copies.keep, about)
                 self._removed.pop(key, None)
                 self._born.setdefault(key, self._clock())
-                self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
-            log.warning("limits_restored", folder=key, pod=f"{about.namespace}/{about.pod}")
+                self._become({**self.containers.value, key: ContainerLimits(about)})
+            log.warning("limits_restored", folder=key, pod=about.pod_key)
 
     def _missing(self, keys: Sequence[str]) -> list[str]:
         return [key for key in keys if not self.folders.path(key, LIMITS).exists()]
@@ -302,10 +298,10 @@ class Isolation:
         if limits and limits.limited is not limited:
             self._become({**self.containers.value, key: replace(limits, limited=limited)})
 
-    async def _admitted(self, request: About, policy: Policy, original: Original | None) -> Admission:
-        about = msgspec.structs.replace(
-            request, policy=policy.value, compute=self.computes and original is not None
-        )
+    async def _admitted(self, request: About, policy: Enforcement, *, library: bool) -> Allocation:
+        if library and self.libraries.build is None:
+            raise LibraryUnusable(self.libraries.problem or "")
+        about = msgspec.structs.replace(request, policy=policy.value, compute=self.computes and library)
         key = key_of(about.ids)
         async with self._turn:
             # Before: a call that is cut off leaves a folder that is to go, too.
@@ -313,24 +309,25 @@ class Isolation:
             context = self.contexts.of(about.gpu, about.memory_bytes)
             self._outdated |= key in self.containers.value
             try:
-                about = await anyio.to_thread.run_sync(self._made, about, context, original)
+                about = await anyio.to_thread.run_sync(self._made, about, context, library)
             except IsolationError as error:
                 if not short_of_space(error):
                     raise
                 await anyio.to_thread.run_sync(self._make_room)
-                about = await anyio.to_thread.run_sync(self._made, about, context, original)
-            self._become({**self.containers.value, key: ContainerLimits(about, about.memory_bytes)})
-        if not about.build:
-            return Admission(driver=request.driver)
-        library = self._library_of(about)
+                about = await anyio.to_thread.run_sync(self._made, about, context, library)
+            self._become({**self.containers.value, key: ContainerLimits(about)})
+        devices = (memory_limits.device(len(about.ids)),) if about.driver else ()
+        return Allocation(mounts=self._mounts(key, about) if about.build else (), cdi_devices=devices)
+
+    def _mounts(self, key: str, about: About) -> tuple[Mount, ...]:
+        library = self.libraries.of(about)
         limits, usage = self.folders.path(key, LIMITS), self.folders.path(key, USAGE)
-        mounts = (
+        return (
             Mount(library.in_container, str(library.file)),
-            Mount(libraries.PRELOAD_IN_CONTAINER, str(library.preload)),
-            Mount(f"{libraries.IN_CONTAINER}/{LIMITS}", str(limits)),
-            Mount(f"{libraries.IN_CONTAINER}/{USAGE}", str(usage), read_only=False),
+            Mount(PRELOAD_IN_CONTAINER, str(library.preload)),
+            Mount(f"{IN_CONTAINER}/{LIMITS}", str(limits)),
+            Mount(f"{IN_CONTAINER}/{USAGE}", str(usage), read_only=False),
         )
-        return Admission(mounts, request.driver)
 
     def _make_room(self) -> None:
         """Take back at once what containers have filled by their usage regions."""
@@ -338,29 +335,24 @@ class Isolation:
         for key, limits in self.containers.value.items():
             with suppress(FolderUnusable):
                 if self.folders.bound(key):
-                    found.append(f"{limits.about.namespace}/{limits.about.pod}")
+                    found.append(limits.about.pod_key)
         log.warning("limits_short_of_space", pods_with_longer_regions=found)
 
-    def _made(self, about: About, context_bytes: int, original: Original | None) -> About:
+    def _made(self, about: About, context_bytes: int, library: bool) -> About:
         """All files of a container, in one visit to a thread: the kubelet waits for the answer.
 
         Raises FolderUnusable, LibraryUnusable.
         """
-        if original is None:
-            self.folders.create(about, context_bytes)
-        else:
-            library = original.copy()
-            about = msgspec.structs.replace(about, build=library.build)
+        if library:
+            given = self.libraries.give()
+            about = msgspec.structs.replace(about, build=given.build)
             try:
-                libraries.hold(self._held, library)
                 self.folders.create(about, context_bytes)
-            except BaseException as error:
-                self._held.drop(library.build)
-                libraries.remove(library)
-                if isinstance(error, OSError):
-                    raise LibraryUnusable(f"{library.file} cannot be opened: {error.strerror}") from error
+            except BaseException:
+                self.libraries.take_back(given)
                 raise
-            self._unsettled.add(library.build)
+        else:
+            self.folders.create(about, context_bytes)
         self._copies.keep(about)
         return about
 
@@ -374,8 +366,7 @@ class Isolation:
             self.folders.prepare()
             keys = self.folders.keys()
         except FolderUnusable as error:
-            self.problem = str(error)
-            self._library = None
+            self.libraries.withhold(str(error))
             return found, frozenset()
         for key in keys:
             try:
@@ -385,15 +376,15 @@ class Isolation:
                 strays.add(key)
                 continue
             self._mend(key, about)
-            found[key] = ContainerLimits(about, about.memory_bytes)
+            found[key] = ContainerLimits(about)
         for about in self._copies.without_folder(found):
             try:
                 key = self.folders.create(about)
             except FolderUnusable as error:
                 log.warning("limits_not_written", problem=str(error))
                 continue
-            found[key] = ContainerLimits(about, about.memory_bytes)
-            log.info("limits_restored", folder=key, pod=f"{about.namespace}/{about.pod}")
+            found[key] = ContainerLimits(about)
+            log.info("limits_restored", folder=key, pod=about.pod_key)
         return found, frozenset(strays - found.keys())
 
     def _mend(self, key: str, about: About) -> None:
@@ -415,7 +406,7 @@ class Isolation:
         except FolderUnusable as error:
             log.warning("limits_not_written", problem=str(error))
 
-    def _read(self, record: PodList) -> frozenset[str]:
+    def _read(self, record: Record) -> frozenset[str]:
         """Keys of all that hold vGPU memory."""
         keys: dict[int, tuple[Holding, str]] = {}
         for each in record.holdings:
@@ -432,7 +423,7 @@ class Isolation:
         keeps the agent from its files, and how.
         """
         refusing: dict[str, str] = {}
-        counted: dict[str, Usage] = {}
+        counted: dict[str, CountedUsage] = {}
         self._unreadable.keep(containers)
         self._unmended.intersection_update(containers)
         for key, about in ((key, each.about) for key, each in containers.items()):
@@ -452,11 +443,14 @@ class Isolation:
 
     def _kept(self, key: str, about: About) -> Iterator[IsolationError]:
         """Whatever one file's problem is, the others are looked after."""
-        for step in (self._keep_library, self._keep_folder):
-            try:
-                step(key, about)
-            except (FolderUnusable, LibraryUnusable) as error:
-                yield error
+        try:
+            self.libraries.keep(about)
+        except (FolderUnusable, LibraryUnusable) as error:
+            yield error
+        try:
+            self._keep_folder(key, about)
+        except FolderUnusable as error:
+            yield error
 
     def _keep_folder(self, key: str, about: About) -> None:
         """Raises FolderUnusable, AccessRefused among them."""
@@ -465,36 +459,3 @@ class Isolation:
         if key in self._unmended:
             self._unmended.discard(key)
             self._mend(key, about)
-
-    def _keep_library(self, _: str, about: About) -> None:
-        """Raises LibraryUnusable, AccessRefused."""
-        if not about.build:
-            return
-        library = self._library_of(about)
-        if self._library and self._library.mend(about.build):
-            self._held.drop(about.build)
-            log.info("library_restored", pod=f"{about.namespace}/{about.pod}", file=str(library.file))
-        try:
-            if about.build in self._unsettled:
-                libraries.settle(self._held, library)
-                self._unsettled.discard(about.build)
-            else:
-                libraries.hold(self._held, library)
-        except OSError as error:
-            text = f"{library.file} is kept from the agent: {error.strerror or error}"
-            # Who keeps a file of many from the agent is not to be known.
-            refused = library.own and error.errno in REFUSALS
-            raise (AccessRefused if refused else LibraryUnusable)(text) from error
-
-    def _remove_libraries(self) -> None:
-        used = {each.about.build for each in self.containers.value.values()}
-        self._outdated = False
-        for build in self._held.keys() - used:
-            self._held.drop(build)
-        self._unsettled &= used
-        try:
-            libraries.remove_unused(self._state, used)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.warning("libraries_not_removed", problem=str(error))

@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 import anyio.to_thread
 import structlog
 
 from agent.kit.cell import Cell
+from agent.model.modes import Mode
+from agent.telemetry.attribution import Attribution
+from agent.telemetry.container_use import Uses
 from agent.vgpu.ending import NotEnded, end, processes_of
-from agent.vgpu.folders import About
+from agent.vgpu.events import LimitEvents
+from agent.vgpu.folders import About, Place
 from agent.vgpu.isolation_errors import FolderUnusable
-from agent.vgpu.limits import ContainerLimits, Policy
+from agent.vgpu.limits import ContainerLimits, Enforcement
 from agent.vgpu.loaded import Entries, Looks, loads
 from agent.vgpu.problems import Problems
 from agent.vgpu.room import Isolation
@@ -43,13 +46,6 @@ LOOK_SECONDS = 2.0  # for the maps of one container's processes
 STABLE_READINGS = 3
 STEP = 2 << 20
 
-Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
-
-
-def place_of(about: About) -> Place:
-    """Which container of which pod on which GPU."""
-    return (about.namespace, about.pod, about.container, about.gpu)
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -61,24 +57,8 @@ class Measured:
     pids: tuple[int, ...] = ()
 
 
-class Report(Protocol):
-    """Reports to a container's owner."""
-
-    def exceeded(self, place: Place, memory_bytes: int, cap_bytes: int) -> None:
-        """It uses more memory than it may."""
-
-    def not_loaded(self, about: About) -> None:
-        """A process of it uses the GPU without the enforcement library."""
-
-    def ended(self, place: Place, memory_bytes: int, cap_bytes: int, problem: str | None) -> None:
-        """It was ended for that; `problem`: it could not be."""
-
-    def ended_refusing(self, about: About, refusal: str, problem: str | None) -> None:
-        """It was ended because it keeps the agent from its files; `problem`: it could not be."""
-
-
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SweepFigures:
     measured: Mapping[Place, int] = field(default_factory=lambda: MappingProxyType({}))  # bytes
     above: frozenset[Place] = frozenset()
 
@@ -89,7 +69,7 @@ class LimitWatch:
     def __init__(
         self,
         isolation: Isolation,
-        report: Report,
+        events: LimitEvents,
         proc: Path,
         ends: bool = False,
         containers_of: Callable[[About], Collection[str]] = lambda _: (),
@@ -102,9 +82,9 @@ class LimitWatch:
         self._containers_of = containers_of
         self._refused: dict[str, int] = {}  # readings in a row without a container's files
         self._excess: dict[Place, int] = {}  # readings in a row so far above that a container may be ended
-        self.seen: Cell[Seen] = Cell(Seen())
+        self.seen: Cell[SweepFigures] = Cell(SweepFigures())
         self._isolation = isolation
-        self._report = report
+        self._events = events
         self._proc = proc
         self._rounds: dict[Place, int] = {}  # readings above the cap in a row
         self._loaded: dict[str, Looks] = {}  # by folder
@@ -115,13 +95,11 @@ class LimitWatch:
     async def look(self, round_: Sequence[Measured]) -> None:
         """Take in one round: all containers that were measured."""
         folders = {
-            (a.namespace, a.pod, a.container, a.gpu): (key, limits)
-            for key, limits in self._isolation.containers.value.items()
-            for a in (limits.about,)
+            limits.about.place: (key, limits) for key, limits in self._isolation.containers.value.items()
         }
         caps = {place: limits.memory_bytes for place, (_, limits) in folders.items()}
         above = self._above(round_, caps)
-        self.seen.publish(Seen({each.place: each.memory_bytes for each in round_}, above))
+        self.seen.publish(SweepFigures({each.place: each.memory_bytes for each in round_}, above))
         if self._ends:
             await self._end(round_, caps)
             await self._end_refusing()
@@ -137,18 +115,18 @@ class LimitWatch:
             for key, limits, _ in work:
                 if key in loaded:
                     if limits.injected is not False and not loaded[key]:
-                        self._report.not_loaded(limits.about)
+                        self._events.not_loaded(limits.about)
                     self._isolation.saw(key, loaded[key])
 
     def _above(self, round_: Sequence[Measured], caps: Mapping[Place, int]) -> frozenset[Place]:
         counted: dict[Place, int] = {}
         for each in round_:
             cap = caps.get(each.place, each.cap_bytes)
-            off = self._isolation.policy(each.place[0]) is Policy.OFF
+            off = self._isolation.policy(each.place.namespace) is Enforcement.OFF
             if not off and each.memory_bytes > cap + tolerance(cap):
                 rounds = counted[each.place] = self._rounds.get(each.place, 0) + 1
                 if rounds == READINGS:
-                    self._report.exceeded(each.place, each.memory_bytes, cap)
+                    self._events.exceeded(each.place, each.memory_bytes, cap)
         self._rounds = counted
         return frozenset(place for place, rounds in counted.items() if rounds >= READINGS)
 
@@ -156,7 +134,7 @@ class LimitWatch:
         counted: dict[Place, int] = {}
         for each in round_:
             cap = caps.get(each.place, each.cap_bytes)
-            enforced = self._isolation.policy(each.place[0]).enforces
+            enforced = self._isolation.policy(each.place.namespace).enforces
             contexts = min(len(each.pids), MOST_CONTEXTS) * CONTEXT_BYTES
             if not enforced or each.memory_bytes <= cap + tolerance(cap) + contexts:
                 continue
@@ -165,7 +143,7 @@ class LimitWatch:
                 continue
             counted[each.place] = 0
             problem = await self._ended(partial(tuple, each.pids))
-            self._report.ended(each.place, each.memory_bytes, cap, problem)
+            self._events.ended(each.place, each.memory_bytes, cap, problem)
         self._excess = counted
 
     async def _end_refusing(self) -> None:
@@ -177,7 +155,7 @@ class LimitWatch:
                 continue
             self._refused[key] = 0
             problem = await self._ended(partial(processes_of, self._containers_of(about), self._proc))
-            self._report.ended_refusing(about, refusing[key], problem)
+            self._events.ended_refusing(about, refusing[key], problem)
 
     async def _ended(self, pids: Callable[[], Collection[int]]) -> str | None:
         """End the containers of these processes; why that could not be done, or None."""
@@ -203,7 +181,7 @@ class LimitWatch:
 
     def _look_at(self, key: str, about: About, pids: Sequence[int], looks: Looks) -> None:
         looks.keep(pids)
-        library, entries = self._isolation.library_file(about), None
+        library, entries = self._isolation.libraries.of(about).file, None
         # Processes that keep the reader of their maps waiting cost their own container its time.
         until = time.monotonic() + LOOK_SECONDS
         for pid in (each for each in pids if each not in looks.loaded):
@@ -256,3 +234,18 @@ class LimitWatch:
 def tolerance(cap_bytes: int) -> int:
     """How far above its cap a container may be measured without a report, in bytes."""
     return max(LEAST_TOLERANCE, int(cap_bytes * TOLERANCE_RATIO))
+
+
+def round_of(uses: Uses) -> list[Measured]:
+    """The vGPU containers which the driver measures process by process."""
+    return [
+        Measured(
+            Place(share.namespace, share.pod, share.container, share.gpu),
+            share.memory_limit,
+            each.use.memory,
+            each.use.pids,
+        )
+        for each in uses.containers
+        for share in (each.use.share,)
+        if share.mode is Mode.VGPU and each.use.memory_grade is Attribution.MEASURED
+    ]

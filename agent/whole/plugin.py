@@ -8,19 +8,15 @@ from time import monotonic
 
 import structlog
 
+from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused
-from agent.kubelet.podresources import (
-    PATIENCE_SECONDS,
-    Holding,
-    PodList,
-    PodResourcesUnavailable,
-    RecordReader,
-)
+from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
 from agent.lists import encode
+from agent.model.holding import Holding, Record
 from agent.model.ids import SEPARATOR, BadDeviceId, DeviceId, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.preference import choose
@@ -41,7 +37,7 @@ class PgpuPlugin:
         self,
         inventory: Cell[Snapshot],
         modes: Cell[Assignment],
-        record: RecordReader,
+        record: HoldingsWatch,
         injector: Injector,
         *,
         resource: str = RESOURCE,
@@ -53,7 +49,7 @@ class PgpuPlugin:
         self._inventory = inventory
         self._modes = modes
         self._record = record
-        self._known = PodList((), ())  # as read last: while nobody can read it the lists stay as they are
+        self._known = Record((), ())  # as read last: while nobody can read it the lists stay as they are
         # Handed out, by the monotonic clock, and not shown by any later reading of the record.
         self._granted: dict[str, float] = {}
         self._injector = injector
@@ -122,7 +118,7 @@ class PgpuPlugin:
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Nothing to do: not asked for."""
 
-    async def _taken(self, ids: Collection[str]) -> tuple[Mapping[str, Holding], PodList]:
+    async def _taken(self, ids: Collection[str]) -> tuple[Mapping[str, Holding], Record]:
         """Those of `ids` that somebody holds, and the record that says so. Raises Refused.
 
         A reading is made only for IDs whose last holder is not known to have ended: those that the record at
@@ -142,7 +138,7 @@ class PgpuPlugin:
         self._granted = {text: when for text, when in self._granted.items() if when >= record.began}
         return {text: holders[text] for text in ids if text in holders}, record
 
-    def _inherited(self, held: Holding, record: PodList) -> bool:
+    def _inherited(self, held: Holding, record: Record) -> bool:
         """Whether a later container of the pod may be asking: the kubelet hands on what this one had.
 
         All of them are served before the kubelet turns to another pod.

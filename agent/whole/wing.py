@@ -9,7 +9,7 @@ from agent.modes.wing import Node, Wing
 from agent.whole.plugin import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 
 
-class Whole(Wing):
+class WholeWing(Wing):
     mode: ClassVar[Mode] = Mode.PGPU
 
     def __init__(self, plugins: Sequence[PgpuPlugin]) -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import PodDemand, pod_demand
-from agent.model.demand import CORES, VGPU, Container, Pod
+from agent.model.demand import CORES, VGPU
 from agent.model.fragmentation import USUAL
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
+from agent.model.pod import Container
+from tests.pods import a_pod
 
 MEMORY_MIB = 80 << 10
 BLOCKS = VGPU.blocks(MEMORY_MIB << 20)
@@ -45,7 +47,7 @@ def demand(size: int) -> PodDemand:
     limits = {VGPU.core: size}
     if size < CORES:
         limits[VGPU.memory] = size * BLOCKS // CORES
-    return pod_demand(Pod("default", "pod", (Container("main", limits),)))
+    return pod_demand(a_pod("default", "pod", (Container("main", limits),)))
 
 
 def arrivals(hundredths: int, seed: int) -> Iterator[int]:
@@ -58,7 +60,7 @@ def arrivals(hundredths: int, seed: int) -> Iterator[int]:
         yield size
 
 
-def fill(nodes: int, policy: Policy, seed: int, share: float = 1.1, gpus: int = 8) -> Filled:
+def fill(nodes: int, policy: PlacementPolicy, seed: int, share: float = 1.1, gpus: int = 8) -> Filled:
     """Fill a cluster through the ledger that the extender serves from.
 
     Whether a pod is admitted is decided by a count of its own, as each node's kubelet and agent would.

@@ -42,7 +42,7 @@ def mounts(rig: EmbeddedRig, pod: PodSpec) -> Mapping[str, str]:
     return {inside: host for inside, host in found.items() if inside.startswith((LIBRARY_FOLDER, PRELOAD))}
 
 
-async def limits_of(rig: EmbeddedRig, pod: PodSpec) -> layout.Limits:
+async def limits_of(rig: EmbeddedRig, pod: PodSpec) -> layout.DeviceLimits:
     file = Path(mounts(rig, pod)[f"{LIBRARY_FOLDER}/limits"])
     return layout.read_limits(await anyio.to_thread.run_sync(file.read_bytes))[0]
 

@@ -1,4 +1,4 @@
-"""Rooms that nobody uses are not imported by a running agent, and are there when they are wanted."""
+"""Parts that nobody uses cost a running agent nothing, and are there when they are wanted."""
 
 import json
 import subprocess
@@ -19,24 +19,29 @@ import anyio
 
 from agent.app.run import running
 from agent.model.modes import Mode
-from agent.settings import Cluster, Host, Http, Kubelet, Settings
+from agent.settings import ClusterSettings, HostSettings, HttpSettings, Kubelet, Settings, Vgpu
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
+from agent.vgpu.library import ELF
 
 folder, first, then = Path(sys.argv[1]), *sys.argv[2:]
 mode = folder / "mode"
 settings = Settings(
     mode_file=str(mode),
-    http=Http(address="127.0.0.1", port=0),
+    http=HttpSettings(address="127.0.0.1", port=0),
     kubelet=Kubelet(root=str(folder / "k")),
-    cluster=Cluster(access="off"),
-    host=Host(state=str(folder / "state"), run=str(folder / "run"), cdi=str(folder / "cdi")),
+    cluster=ClusterSettings(access="off"),
+    vgpu=Vgpu(library=str(folder / "library.so")),
+    host=HostSettings(state=str(folder / "state"), run=str(folder / "run"), cdi=str(folder / "cdi")),
 )
 
-def rooms():
-    every = {*sys.modules} - {"agent.vgpu.plugin"}
-    return sorted(each for each in every if each.startswith(("agent.vgpu.", "agent.cluster.")))
+def found(agent):
+    # Rooms of the API client, tasks of limits, and what is on the host.
+    rooms = sorted(each for each in sys.modules if each.startswith("agent.cluster."))
+    tasks = sorted(each for each in agent.core.supervisor.states if "limit" in each)
+    files = [name for name in ("run/limits", "state/lib") if (folder / name).exists()]
+    return [rooms, tasks, files]
 
 async def offered(agent, wanted):
     def all_of_them(state):
@@ -45,7 +50,8 @@ async def offered(agent, wanted):
 
 async def main():
     mode.write_text(first)
-    found = []
+    (folder / "library.so").write_bytes(ELF)
+    seen = []
     kubelet = EmbeddedKubelet(folder / "k", status_tick=0.05, timings=Timings(registry_poll=0.05))
     with anyio.fail_after(100):
         async with (
@@ -53,19 +59,19 @@ async def main():
             running(settings, SimulatedNvml(SimulatedMachine.create("dgx-h200"))) as agent,
         ):
             await offered(agent, first)
-            found.append(rooms())
+            seen.append(found(agent))
             mode.write_text(then)
             await offered(agent, then)
-            while then == "vgpu" and agent.modes[Mode.VGPU].limits.parts is None:
+            while then == "vgpu" and not agent.wings[Mode.VGPU].limits.begun:
                 await anyio.sleep(0.01)
-            found.append(rooms())
-    print(json.dumps(found))
+            seen.append(found(agent))
+    print(json.dumps(seen))
 
 anyio.run(main)
 """
 
 
-def _rooms(first: str, then: str) -> list[list[str]]:
+def _found(first: str, then: str) -> list[list[list[str]]]:
     with tempfile.TemporaryDirectory(prefix="gna-") as folder:  # short, for unix sockets
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, folder, first, then],
@@ -76,12 +82,13 @@ def _rooms(first: str, then: str) -> list[list[str]]:
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    found: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
+    found: list[list[list[str]]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 @pytest.mark.timeout(150)
-async def test_limits_are_imported_when_the_first_gpu_is_offered_as_vgpu() -> None:
-    before, after = await anyio.to_thread.run_sync(_rooms, "pgpu", "vgpu")
-    assert [each for each in before if each != "agent.cluster.own_node"] == []
-    assert {"agent.vgpu.room", "agent.vgpu.resize", "agent.vgpu.watch"} <= set(after)
+async def test_limits_begin_when_the_first_gpu_is_offered_as_vgpu() -> None:
+    before, after = await anyio.to_thread.run_sync(_found, "pgpu", "vgpu")
+    assert before == [["agent.cluster.own_node", "agent.cluster.reach"], ["vgpu limits"], []]
+    assert {"limits", "limit sweep", "limits published", "vgpu limits"} <= set(after[1])
+    assert after[2] == ["run/limits", "state/lib"]

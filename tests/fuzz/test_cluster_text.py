@@ -4,13 +4,13 @@ import json
 
 import msgspec
 
-from agent.cluster.pods import Pod as ApiPod
 from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.objects import read_node, read_pod
 from agent.extender.pod_demand import pod_demand
-from agent.model.demand import MPS, VGPU, Container, Demand, Pod
+from agent.model.demand import MPS, VGPU, Demand
+from agent.model.holding import Holder, Holding
 from agent.model.ids import BadDeviceId, parse
-from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, UnitPool
+from agent.model.ledger import Ledger, PairHoldings, UnitPool
 from agent.model.modes import FOREIGN_VALUES, Mode
 from agent.model.node_inventory import INVENTORY, BadInventory, GpuEntry, NodeInventory, decode, encode
 from agent.model.node_layout import Entry
@@ -21,14 +21,16 @@ from agent.model.placement import (
     HINT_TIME,
     POLICY,
     NoRoom,
-    Policy,
+    PlacementPolicy,
     hint_of,
     place,
     policy_of,
 )
+from agent.model.pod import Container, Pod
 from agent.modes.desired import FOREIGN_LABELS, LABEL, NOTHING, ModeCatalog
 from agent.modes.planner import decide
 from tests.fuzz.campaign import Campaign
+from tests.pods import a_pod
 from tests.unit.modes.nodes import gpu, snapshot_of
 
 LAYOUTS = {
@@ -72,15 +74,15 @@ def test_mode_labels(campaign: Campaign) -> None:
 
 def test_pod_annotations(campaign: Campaign) -> None:
     pools = {f"GPU-{index}": UnitPool.of(VGPU, f"GPU-{index}", index, 8 << 30) for index in range(4)}
-    taken = Held(Holder("ns", "other", "main"), PairMember.CORE, frozenset(pools["GPU-2"].cores[:90]))
-    rooms = Ledger(pools, Holdings((taken,))).free_gpus(Holder("ns", "p", "main"), taken.ids)
+    taken = Holding("ns", "other", "main", VGPU.core, pools["GPU-2"].cores[:90])
+    rooms = Ledger(pools, PairHoldings((taken,))).free_gpus(Holder("ns", "p", "main"), taken.id_set)
     demand = Demand(20, 4)
 
     def act(data: bytes) -> str:
         fields = [part.decode(errors="replace") for part in data.split(b";")]
         annotations = dict(zip((f"{HINT}0", HINT_NODE, ASSIGNED, POLICY, HINT_TIME), fields, strict=False))
-        pod = Pod("ns", "p", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),), annotations=annotations)
-        hint, policy = hint_of(pod, "main", "node"), policy_of(pod, Policy.BINPACK)
+        pod = a_pod("ns", "p", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),), annotations=annotations)
+        hint, policy = hint_of(pod, "main", "node"), policy_of(pod, PlacementPolicy.BINPACK)
         choice = place(rooms, demand, policy, hint)
         (chosen,) = choice.gpus
         assert rooms[chosen].fits(demand), "a GPU without room was chosen"
@@ -132,7 +134,7 @@ def test_pods_of_the_api_server(campaign: Campaign) -> None:
     def act(data: bytes) -> str:
         outcome = "read"
         try:
-            pod = msgspec.json.decode(data, type=ApiPod)
+            pod = msgspec.json.decode(data, type=Pod)
             assert isinstance(pod.pending, bool)
             assert pod.lacks(frozenset({VGPU.core}), frozenset()) in (True, False)
             for container in pod.spec.containers:
@@ -157,7 +159,7 @@ def test_node_inventories(campaign: Campaign) -> None:
     )
     fleet = Fleet()
     fleet.set_node(LedgerNode("honest", good, {}))
-    model = Pod("ns", "p", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),), uid="u")
+    model = a_pod("ns", "p", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),), uid="u")
     wanted = pod_demand(model)
     before = fleet.verdict("honest", wanted), fleet.allocated()
 
@@ -177,7 +179,7 @@ def test_node_inventories(campaign: Campaign) -> None:
         assert (facts.inventory is None) == (found is None)
         fleet.set_node(LedgerNode("liar", facts.inventory, facts.totals))
         fleet.verdict("liar", wanted)
-        picked = fleet.pick("liar", wanted, Policy.FRAGMENTATION)
+        picked = fleet.pick("liar", wanted, PlacementPolicy.FRAGMENTATION)
         fleet.drop_node("liar")
         assert (fleet.verdict("honest", wanted), fleet.allocated()) == before
         return "refused" if found is None else "no room" if picked is None else "room"

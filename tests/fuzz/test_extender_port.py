@@ -16,12 +16,14 @@ from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import GROUP_LABEL
 from agent.extender.pod_demand import pod_demand
 from agent.extender.verdicts import Verdicts
-from agent.model.demand import VGPU, Container, Pod
+from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.placement import HINT, POLICY, Policy
-from agent.web.server import HttpServer, Request
+from agent.model.placement import HINT, POLICY, PlacementPolicy
+from agent.model.pod import Container
+from agent.web.server import HttpRequest, HttpServer
 from tests.fuzz.campaign import Campaign
+from tests.pods import a_pod
 
 
 class NoPods:
@@ -68,9 +70,9 @@ async def test_extender_requests(campaign: Campaign, monkeypatch: pytest.MonkeyP
     for name in ("a", "b"):
         gpus = tuple(GpuEntry(f"GPU-{name}{index}", index, Mode.VGPU, 81920) for index in range(4))
         fleet.set_node(LedgerNode(name, NodeInventory(gpus), {}))
-    binder = Binder(cast("KubeApi", api), fleet, Policy.FRAGMENTATION, 30, lambda: True)
+    binder = Binder(cast("KubeApi", api), fleet, PlacementPolicy.FRAGMENTATION, 30, lambda: True)
     shown = Member(
-        "ns/gang", pod_demand(Pod("ns", "q", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),)))
+        "ns/gang", pod_demand(a_pod("ns", "q", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),)))
     )
     binder.gangs.show("another UID", shown)
     serving = ServingState(Verdicts(fleet), binder)
@@ -81,7 +83,7 @@ async def test_extender_requests(campaign: Campaign, monkeypatch: pytest.MonkeyP
         verb, _, body = data.partition(b" ")
         path = f"{FOLDER}/{verb.decode(errors='replace')}"
         handler = server._routes.get(path) or server._routes[f"{FOLDER}/bind"]
-        reply = await handler(Request(path, body=body))
+        reply = await handler(HttpRequest(path, body=body))
         assert reply.status in (200, 400)
         if reply.status == 200:
             json.loads(reply.body)

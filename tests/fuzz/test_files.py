@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from agent.holdings.checkpoint import FILE_NAME, Checkpoint, CheckpointUnreadable
-from agent.holdings.record import Record, View, join
+from agent.holdings.record import Evidence, View, join
 from agent.injection.inject import TOOLKIT_KIND, NodeSoftware, choose, toolkit_devices
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.settings import Settings
 from tests.fuzz.campaign import Campaign
 
@@ -51,7 +51,7 @@ def test_checkpoint(campaign: Campaign, tmp_path: Path) -> None:
         Holding("ns", name, "main", "tencent.com/vcuda-core", (f"{GPU}::c{number}",))
         for number, name in enumerate(("a", "b"))
     )
-    listed = PodList(held, tuple(("ns", each.pod, "main") for each in held))
+    listed = Record(held, tuple(("ns", each.pod, "main") for each in held))
     file = tmp_path / FILE_NAME
 
     def act(data: bytes) -> str:
@@ -63,7 +63,7 @@ def test_checkpoint(campaign: Campaign, tmp_path: Path) -> None:
             return "refused"
         for view in (View(), View(complete=True)):
             for same in (True, False):
-                joined = join(Record(), listed, entries, view, same_kubelet=same, fresh=True).joined
+                joined = join(Evidence(), listed, entries, view, same_kubelet=same, fresh=True).joined
                 # What the kubelet lists stays held, whatever the file says: it is not offered again.
                 assert set(held) <= set(joined.holdings)
         return "read"

@@ -26,7 +26,7 @@ class Capped:
         return {"LD_PRELOAD": str(self.folder / NAME)}
 
     @property
-    def usage(self) -> layout.Usage:
+    def usage(self) -> layout.CountedUsage:
         """The library's counts. Blocks."""
         return layout.read_usage((self.folder / "usage").read_bytes())[0]
 
@@ -51,7 +51,7 @@ def capped(folder: Path, gpu: str, mebibytes: int) -> Capped:
     """A new one. Blocks; builds the library unless VARIABLE names one. Raises OSError, BuildError."""
     folder.mkdir()
     shutil.copy(_library(), folder / NAME)
-    (folder / "limits").write_bytes(layout.limit_file("test", [layout.Limits(gpu, mebibytes * MIB)]))
+    (folder / "limits").write_bytes(layout.limit_file("test", [layout.DeviceLimits(gpu, mebibytes * MIB)]))
     (folder / "limits").chmod(0o444)
     (folder / "usage").write_bytes(layout.usage_head(1))
     os.truncate(folder / "usage", layout.USAGE_BYTES)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import anyio
 import anyio.to_thread
 
-from agent.nvml.binding import Binding
+from agent.nvml.binding import NvmlBinding
 from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import SampleRequest
-from agent.vgpu.correction import Observed, corrected, rivals
+from agent.vgpu.correction import corrected, rivals
 from tests.gpu.limits import Capped
 
 SECONDS = 1.0
@@ -35,7 +35,7 @@ class Held:
 class Observer:
     """All containers on one GPU."""
 
-    def __init__(self, nvml: Binding, gpu: str, held: Sequence[Held]) -> None:
+    def __init__(self, nvml: NvmlBinding, gpu: str, held: Sequence[Held]) -> None:
         self._nvml = nvml
         self._gpu = gpu
         self._held = held
@@ -66,9 +66,11 @@ class Observer:
             percents = [busy[pid] * 100 for pid in each.pids if pid in busy]
             own = working[each]
             others = rivals(sum(own), len(own), total, everybody)
-            observed = Observed(each.percent, (sum(percents),) if percents else (), waited > each.waited_ns)
+            throttled = waited > each.waited_ns
             each.waited_ns = waited
-            factor = corrected(each.factor, observed)
+            factor = each.factor
+            if percents:
+                factor = corrected(factor, each.percent, sum(percents), throttled=throttled)
             if (factor, others) != (each.factor, each.rivals):
                 each.factor, each.rivals = factor, others
                 each.container.hold(each.percent, factor, others)

@@ -13,7 +13,6 @@ from itertools import chain
 import anyio
 
 from agent.app.agent import Agent
-from agent.app.vgpu_limits import VgpuLimits
 from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import parse
 from agent.model.modes import Mode
@@ -25,6 +24,7 @@ from agent.simulator.kubelet.life import Life
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from agent.simulator.kubelet.workers import PodWorkers
 from tests.storm.excuses import Excuses
+from tests.storm.grown import grown_of
 from tests.storm.holders import OURS
 from tests.storm.neighbours import OTHERS
 from tests.storm.pods import GPU
@@ -239,9 +239,7 @@ def _pods_known(agent: Agent) -> Collection[str]:
 
 def grown_units(agent: Agent | None) -> dict[str, int]:
     """How many blocks of memory containers have grown by, by GPU."""
-    limits = agent.modes[Mode.VGPU].limits if agent else None
-    parts = limits.parts if isinstance(limits, VgpuLimits) else None
-    return {uuid: len(ids) for uuid, ids in parts.isolation.grown.items()} if parts else {}
+    return {uuid: len(ids) for uuid, ids in grown_of(agent).items()}
 
 
 def _used(devices: DeviceManager, but: str) -> Used:

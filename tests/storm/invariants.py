@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import anyio
 
-from agent.app.vgpu_limits import VgpuLimits
 from agent.model.demand import VGPU
 from agent.model.ids import parse
 from agent.model.modes import MODE_OF_UNIT, Mode
@@ -14,6 +13,7 @@ from agent.modes.switch_state import Phase
 from agent.simulator.kubelet.api_server import Pod
 from tests.storm.attribution import Limits
 from tests.storm.excuses import Excuses
+from tests.storm.grown import grown_of
 from tests.storm.holders import MODES, Held, Holders
 from tests.storm.mps_service import MpsService
 from tests.storm.offers import Offers
@@ -126,13 +126,11 @@ class Invariants:
                 raise Violation(f"{each.uuid} is held as {mode.value} and was made {each.active.mode.value}")
 
     def _grown_units_are_nobody_elses(self) -> None:
-        agent = self._world.running
-        limits = agent.modes[Mode.VGPU].limits if agent else None
-        parts = limits.parts if isinstance(limits, VgpuLimits) else None
-        if parts is None or not parts.isolation.grown:
+        grown = grown_of(self._world.running)
+        if not grown:
             return
         held = {each for parts in self.holders.held().values() for ids in parts.values() for each in ids}
-        for ids in parts.isolation.grown.values():
+        for ids in grown.values():
             if both := ids & held:
                 raise Violation(f"{min(both)} is held, and a container has grown by it")
 

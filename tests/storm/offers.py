@@ -5,13 +5,13 @@ from functools import cache
 
 import anyio
 
-from agent.app.vgpu_limits import VgpuLimits
 from agent.model.demand import CORES, MPS, VGPU
 from agent.model.ids import SEPARATOR
 from agent.model.modes import Mode
 from agent.model.units import ResourcePair
 from tests.storm.admission import OFFER_SECONDS
 from tests.storm.excuses import Excuses
+from tests.storm.grown import grown_of
 from tests.storm.holders import Holders
 from tests.storm.pods import GPU
 from tests.storm.world import World
@@ -53,10 +53,7 @@ class Offers:
         """Units that pods hold, and those that containers have grown by."""
         parts = self._holders.held().values()
         held = {each for resources in parts for ids in resources.values() for each in ids}
-        agent = self._world.running
-        limits = agent.modes[Mode.VGPU].limits if agent else None
-        if isinstance(limits, VgpuLimits) and limits.parts is not None:
-            held.update(*limits.parts.isolation.grown.values())
+        held.update(*grown_of(self._world.running).values())
         return held
 
     def _missing(self, uuid: str, mode: Mode, held: set[str], touched: set[str]) -> Iterator[str]:

@@ -258,7 +258,7 @@ def test_messages_that_are_explained_are_the_agent_s() -> None:
 
 # Modules that report events.
 REPORTING = (
-    *("agent/vgpu/publishing.py", "agent/mps/daemon_status.py", "agent/node/conditions.py"),
+    *("agent/vgpu/events.py", "agent/mps/daemon_status.py", "agent/node/conditions.py"),
     *("agent/status/node_events.py", "agent/pairing/pod_access.py", "agent/app/reload.py"),
 )
 

@@ -100,7 +100,7 @@ class _Act:
         )
 
     def _pid(self, uuid: str) -> int | None:
-        daemon = self._agent.modes[Mode.MPS].daemon(uuid)
+        daemon = self._agent.wings[Mode.MPS].gpu_facts(uuid).get("mps")
         return daemon["pid"] if daemon else None
 
     def _gpu(self, pod: PodSpec) -> str:
@@ -122,11 +122,10 @@ class _Act:
 
 async def tear_down(agent: Agent) -> None:
     """Stop all daemons: they would outlive the agent."""
-    backends = [parts.backend for parts in agent.modes.values() if parts.backend]
     async with anyio.create_task_group() as group:
         for state in agent.core.inventory.snapshot.value.gpus:
-            for backend in backends:
-                group.start_soon(backend.give_back, state.gpu)
+            for wing in agent.wings.values():
+                group.start_soon(wing.give_back, state.gpu)
 
 
 def _pod(name: str, cores: int, memory: int) -> PodSpec:

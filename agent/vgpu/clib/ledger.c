@@ -102,6 +102,11 @@ CUresult gna_reserve(int record, uint64_t bytes) {
     return charged == 1 ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+bool gna_charge_present(int record, uint64_t bytes) {
+    struct gna_usage_slot *slot = record < 0 ? NULL : gna_attach();
+    return slot != NULL && (bytes == 0 || try(record, bytes, GNA_NO_LIMIT, slot, false) == 1);
+}
+
 void gna_release(int record, uint64_t bytes) {
     struct gna_usage_slot *slot = bytes == 0 || record < 0 ? NULL : gna_attach();
     if (slot == NULL) {

@@ -10,12 +10,14 @@ from agent.extender.fleet import BoundPod, Fleet
 from agent.extender.free_capacity import PodClaim
 from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import pod_demand
-from agent.model.demand import CORES, VGPU, Container, Pod
+from agent.model.demand import CORES, VGPU
+from agent.model.pod import Container
 from tests.bench import arrivals
 from tests.bench.conditions import Conditions
 from tests.bench.large_cluster import GPUS, extender, pod, populate, post, ready
 from tests.bench.registry import Figure, Taken, measurement
 from tests.component.extender.api import ClusterApi, Object
+from tests.pods import a_pod
 
 SHAPES, WORST = 400, 5  # shapes that are tried, and how many of the worst are sent
 SAMPLE = 12  # nodes on which a shape's work is measured
@@ -88,7 +90,7 @@ def _worst_shapes(draw: random.Random) -> list[Sequence[Share]]:
             for _ in range(draw.randint(2, CONTAINERS))
         ]
         containers = (Container(f"c{n}", {VGPU.core: c, VGPU.memory: b}) for n, (c, b) in enumerate(shape))
-        demand = pod_demand(Pod("ns", "p", tuple(containers)))
+        demand = pod_demand(a_pod("ns", "p", tuple(containers)))
         work = SearchWork()
         for name in fleet.nodes:
             fleet.verdict(name, demand, work)

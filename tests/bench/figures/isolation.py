@@ -9,17 +9,18 @@ from pathlib import Path
 import anyio.to_thread
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
+from agent.model.holding import Record
 from agent.model.ledger import PairMember
 from agent.pairing.pod_access import Recorder
 from agent.vgpu import layout
+from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import LIMITS, About, LimitFolders, key_of
 from agent.vgpu.library import ELF
-from agent.vgpu.limits import Policy
-from agent.vgpu.publishing import Publisher
-from agent.vgpu.resize import Resizer
+from agent.vgpu.limits import Enforcement
+from agent.vgpu.resize import FreeUnits, Resizer
 from agent.vgpu.room import Isolation
+from agent.vgpu.watch import LimitWatch
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Taken, measurement, percentile
 
@@ -58,7 +59,8 @@ async def resize(conditions: Conditions) -> Mapping[str, Taken]:
             await isolation.admit(_request(number))
         pods: Cell[object] = Cell(None)
         wanted: dict[str, str] = {}
-        resizer = Resizer(isolation, _Free(), Publisher(isolation, Recorder()))
+        events = LimitEvents(isolation, Recorder())
+        resizer = Resizer(isolation, _Free(), events, LimitWatch(isolation, events, Path("/proc")))
         taken = []
         file = isolation.folders.path(key_of(_request(0).ids), LIMITS)
         async with anyio.create_task_group() as group:
@@ -75,8 +77,11 @@ async def resize(conditions: Conditions) -> Mapping[str, Taken]:
     return {"resize_memory_effective_ms": Taken(percentile(taken, 0.99), len(taken))}
 
 
-class _Free:
+class _Free(FreeUnits):
     """A GPU with a free unit."""
+
+    def __init__(self) -> None:
+        """Of no node."""
 
     async def take(
         self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
@@ -93,8 +98,8 @@ async def _started(root: Path) -> Isolation:
         return root / "image.so"
 
     source = await anyio.to_thread.run_sync(library)
-    record: Cell[PodList | None] = Cell(None)
-    isolation = Isolation(LimitFolders(root / "run"), source, root / "state", Policy.LIBRARY, record)
+    record: Cell[Record | None] = Cell(None)
+    isolation = Isolation(LimitFolders(root / "run"), source, root / "state", Enforcement.LIBRARY, record)
     await isolation.start()
     return isolation
 

@@ -13,15 +13,16 @@ import anyio
 import anyio.to_thread
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 from agent.model.ledger import PairMember
 from agent.pairing.pod_access import Recorder
 from agent.vgpu.compute import Compute, ComputeRequest
+from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About, LimitFolders
-from agent.vgpu.limits import ContainerLimits, Policy
-from agent.vgpu.publishing import Publisher
-from agent.vgpu.resize import Resizer
+from agent.vgpu.limits import ContainerLimits, Enforcement
+from agent.vgpu.resize import FreeUnits, Resizer
 from agent.vgpu.room import Isolation
+from agent.vgpu.watch import LimitWatch
 from clib.build_library import NAME, cached
 from tests.bench.conditions import BUILD, Conditions
 from tests.bench.registry import Figure, Taken, measurement
@@ -43,8 +44,8 @@ class _Node:
         self.driver, self.load, self.library = build(BUILD), program(folder), cached()
         folders = LimitFolders(folder)
         folders.prepare()
-        record: Cell[PodList | None] = Cell(None)
-        self.isolation = Isolation(folders, self.library, folder, Policy.LIBRARY, record, compute=True)
+        record: Cell[Record | None] = Cell(None)
+        self.isolation = Isolation(folders, self.library, folder, Enforcement.LIBRARY, record, compute=True)
         self.compute = Compute(self.isolation, lambda about: REQUESTS[about.pod], soft=False)
         self.keys: dict[str, str] = {}
 
@@ -56,7 +57,7 @@ class _Node:
         key = self.keys[pod] = self.isolation.folders.create(about)
         shutil.copy(self.library, self.isolation.folders.path(key, NAME))
         known = self.isolation.containers.value
-        self.isolation.containers.publish({**known, key: ContainerLimits(about, about.memory_bytes)})
+        self.isolation.containers.publish({**known, key: ContainerLimits(about)})
 
     @contextmanager
     def running(self, pod: str, seconds: float) -> Iterator["subprocess.Popen[bytes]"]:
@@ -127,7 +128,7 @@ async def _resizes(node: _Node) -> list[float]:
     await anyio.to_thread.run_sync(node.add, "promised", 80)
     pods: Cell[object] = Cell(None)
     wanted = {"promised": '{"main": {"cores": 20}}'}
-    resizer = Resizer(node.isolation, _NoUnits(), Publisher(node.isolation, Recorder()))
+    resizer = _resizer(node.isolation)
     taken = []
     with node.running("promised", 3600) as process:
         async with anyio.create_task_group() as group:
@@ -170,7 +171,15 @@ async def _resumes(node: _Node) -> list[float]:
     return taken
 
 
-class _NoUnits:
+def _resizer(isolation: Isolation) -> Resizer:
+    events = LimitEvents(isolation, Recorder())
+    return Resizer(isolation, _NoUnits(), events, LimitWatch(isolation, events, Path("/proc")))
+
+
+class _NoUnits(FreeUnits):
+    def __init__(self) -> None:
+        """Of no GPU."""
+
     async def take(
         self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
     ) -> None:

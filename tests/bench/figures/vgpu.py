@@ -15,15 +15,17 @@ import grpc
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.grpc_server import DrainableServer
-from agent.kubelet.podresources import PodList, Reader
+from agent.kubelet.podresources import Reader
 from agent.kubelet.service import DevicePluginService
 from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
+from agent.model.holding import Record
 from agent.model.ledger import PairMember, UnitPool
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.settings import Settings
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
+from agent.vgpu.node_limits import NodeLimits
 from agent.vgpu.plugin import VgpuPlugin, build
 from tests.bench.client import KubeletClient, kubelet_client
 from tests.bench.conditions import Conditions, short_folder
@@ -163,10 +165,10 @@ async def podresources_read(conditions: Conditions) -> Mapping[str, Taken]:
 
 
 class _NoRecords:
-    cell: Cell[PodList | None] = Cell(None)
+    cell: Cell[Record | None] = Cell(None)
 
-    async def look(self, deadline: float = 1.0) -> PodList:
-        return PodList((), ())
+    async def look(self, deadline: float = 1.0) -> Record:
+        return Record((), ())
 
 
 @asynccontextmanager
@@ -197,7 +199,8 @@ async def list_block(conditions: Conditions) -> Mapping[str, Taken]:
     inventory = Cell(_snapshot(gpus))
     modes = Cell(Assignment({each.uuid: GpuMode(Mode.VGPU) for each in gpus}))
     settings = Settings()
-    _, plugins = build(wing_node(settings, snapshot=inventory, assignment=modes, holdings=_NoRecords()))
+    node = wing_node(settings, snapshot=inventory, assignment=modes, holdings=_NoRecords())
+    _, plugins = build(node, NodeLimits(node))
     plugin = next(each for each in plugins if each.resource == VGPU.memory)
     stalls: list[float] = []
     async with _served(plugin) as socket:

@@ -96,7 +96,7 @@ def make(
     made = Container(folder)
     shutil.copy(library, made.library)
     wanted = [
-        layout.Limits(
+        layout.DeviceLimits(
             gpu=gpu.uuid, memory_bytes=cap * MIB, cores=50, strict=strict, driver=False, unseen_bytes=0
         )
         for gpu, cap in zip(gpus, caps, strict=True)

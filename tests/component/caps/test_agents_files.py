@@ -5,25 +5,28 @@ from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
+import msgspec
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
 from agent.model.demand import VGPU
+from agent.model.holding import Record
 from agent.model.mount import Mount
-from agent.vgpu.context_table import context_bytes
+from agent.telemetry import definitions as d
+from agent.vgpu.contexts import context_bytes
+from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About, LimitFolders, key_of
-from agent.vgpu.limits import Policy
+from agent.vgpu.limits import Enforcement
 from agent.vgpu.publishing import Publisher
-from agent.vgpu.resize import replace_about
 from agent.vgpu.room import Isolation
+from agent.vgpu.watch import LimitWatch
 from tests.component.caps.conftest import Programs
 from tests.component.caps.container import Container
 from tests.component.caps.native import shared
 from tests.component.caps.test_resolver import NEWER
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.cuda_double.program import Program
-from tests.unit.vgpu.test_watch import Owners
+from tests.unit.vgpu.test_watch import Owners, metric
 
 GPU = CudaGpu().uuid
 UNITS = tuple(f"{GPU}::m{number}" for number in range(4))
@@ -31,8 +34,8 @@ BYPASSED = "LimitsBypassed"
 CAP = len(UNITS) * VGPU.block_bytes
 
 
-def room(root: Path, library: Path, product: str = "", policy: Policy = Policy.STRICT) -> Isolation:
-    record: Cell[PodList | None] = Cell(PodList((), ()))
+def room(root: Path, library: Path, product: str = "", policy: Enforcement = Enforcement.STRICT) -> Isolation:
+    record: Cell[Record | None] = Cell(Record((), ()))
     return Isolation(
         LimitFolders(root / "run"),
         library,
@@ -66,7 +69,7 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
 ) -> None:
     agent = room(tmp_path, library)
     await agent.start()
-    assert agent.problem is None
+    assert agent.libraries.problem is None
     admission = await agent.admit(About("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
     container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.mounts)
     start = partial(programs, container, "init()")
@@ -80,7 +83,9 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
     await later.start()
     key = key_of(UNITS)
     about = later.containers.value[key].about
-    grown = replace_about(about, CAP + 2 * VGPU.block_bytes, (f"{GPU}::m8", f"{GPU}::m9"))
+    grown = msgspec.structs.replace(
+        about, memory_bytes=CAP + 2 * VGPU.block_bytes, grown=(f"{GPU}::m8", f"{GPU}::m9")
+    )
     await later.resize(key, grown)
     assert await anyio.to_thread.run_sync(fill, program) == 2 * VGPU.block_bytes
     assert machine.used() == before + first + 2 * VGPU.block_bytes
@@ -89,7 +94,9 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
     assert usage.total_bytes == CAP + 2 * VGPU.block_bytes
     # What only the driver sees counts as used, too.
     await anyio.to_thread.run_sync(partial(later.folders.change, key, unseen_bytes=64 * MIB))
-    await later.resize(key, replace_about(about, CAP + 3 * VGPU.block_bytes, grown.grown))
+    await later.resize(
+        key, msgspec.structs.replace(about, memory_bytes=CAP + 3 * VGPU.block_bytes, grown=grown.grown)
+    )
     assert await anyio.to_thread.run_sync(fill, program) == VGPU.block_bytes - 64 * MIB
 
 
@@ -114,23 +121,24 @@ async def test_contexts_count_by_default(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("policy", [Policy.LIBRARY, Policy.STRICT])
+@pytest.mark.parametrize("policy", [Enforcement.LIBRARY, Enforcement.STRICT])
 async def test_newer_entry_point_is_told(
-    policy: Policy, tmp_path: Path, library: Path, programs: Programs
+    policy: Enforcement, tmp_path: Path, library: Path, programs: Programs
 ) -> None:
     agent, owners = room(tmp_path, library, policy=policy), Owners()
-    publisher = Publisher(agent, owners)
+    events = LimitEvents(agent, owners)
+    publisher = Publisher(agent, events, LimitWatch(agent, events, tmp_path / "proc"))
     await agent.start()
     admission = await agent.admit(About("uid", "default", "pod", "main", GPU, UNITS, CAP, 30))
     container = await anyio.to_thread.run_sync(mounted, tmp_path, admission.mounts)
     driver = await anyio.to_thread.run_sync(shared, tmp_path, "libcuda.so.1", NEWER)
     program = await anyio.to_thread.run_sync(partial(programs, container, driver=driver))
     refused = await anyio.to_thread.run_sync(program, "resolve('cuMemAlloc', 99000)[1] is None")
-    assert refused is (policy is Policy.STRICT)
+    assert refused is (policy is Enforcement.STRICT)
     for _ in range(2):
         await agent.tidy()
         publisher.publish()
     said = [text for text, each in zip(owners.messages, owners.events, strict=True) if each[1] == BYPASSED]
     assert len(said) == (not refused)
     assert all("cuMemAlloc" in text for text in said)
-    assert [usage.newer for usage in publisher.counted().values()] == [1]
+    assert metric(publisher, d.CONTAINER_NEWER) == [1]

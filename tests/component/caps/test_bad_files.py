@@ -61,7 +61,8 @@ BAD: dict[str, Callable[[Container], object]] = {
     "limits with both copies damaged": lambda it: _write(it.limits, 512 + 24, b"\xff" * 8),
     "limits of another GPU": lambda it: it.limits.write_bytes(
         layout.limit_file(
-            "x", [layout.Limits(gpu="GPU-" + "9" * 8 + "-0000-4000-8000-" + "9" * 12, memory_bytes=1 << 40)]
+            "x",
+            [layout.DeviceLimits(gpu="GPU-" + "9" * 8 + "-0000-4000-8000-" + "9" * 12, memory_bytes=1 << 40)],
         )
     ),
     "limits a link": lambda it: _link(it.limits),

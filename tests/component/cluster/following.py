@@ -6,8 +6,8 @@ from typing import Any
 
 import anyio
 
-from agent.cluster.pods import Pod
 from agent.cluster.reflector import Reflector
+from agent.model.pod import Pod
 from tests.component.cluster.server import Answer, FakeApi, bookmark, client, event, pod
 
 PODS = "/api/v1/pods"

@@ -8,8 +8,8 @@ import pytest
 
 from agent.cluster import api as api_module
 from agent.cluster import reflector as reflector_module
-from agent.cluster.pods import Pod
 from agent.cluster.reflector import Reflector
+from agent.model.pod import Pod
 from tests.component.cluster.following import INITIAL, PODS, A, B, following, names, warnings
 from tests.component.cluster.server import (
     FakeApi,

@@ -21,7 +21,7 @@ from tests.scenarios.rig import GPU
 
 MADE_UP = Path(__file__).with_name("made_up_mode.py")
 HALF, GPUS = "example.com/half-gpu", 8
-TUPLE, AN_IMPORT = "WINGS: tuple[type[Wing], ...] = (", "from agent.modes.wing import Wing\n"
+TUPLE, AN_IMPORT = "WINGS: tuple[type[Wing], ...] = (", "from agent.whole.wing import WholeWing\n"
 LAST_ROW = "    @property\n    def resources(self)"
 FACT = "NOTHING: Final"
 TWO = "def _two(*_: object) -> int:\n    return 2\n\n\n"
@@ -38,7 +38,7 @@ def copy_with_the_mode(folder: Path) -> Path:
     text = table.read_text()
     assert text.count(LAST_ROW) == text.count(FACT) == 1
     table.write_text(text.replace(LAST_ROW, ROW + LAST_ROW).replace(FACT, TWO + FACT))
-    wings = folder / "agent" / "app" / "build_modes.py"
+    wings = folder / "agent" / "app" / "wings.py"
     text = wings.read_text()
     assert text.count(TUPLE) == text.count(AN_IMPORT) == 1
     text = text.replace(TUPLE, f"{TUPLE}Half, ")

@@ -20,7 +20,7 @@ from statistics import mean
 from typing import Any, Final
 
 from agent.vgpu import layout
-from agent.vgpu.correction import Observed, corrected, rivals
+from agent.vgpu.correction import corrected, rivals
 from clib import toolchain
 from clib.build_library import cached
 from tests.component.caps.container import make
@@ -188,10 +188,12 @@ class _Conductor:
         for number, load in enumerate(self.row.loads):
             head = self.containers[number].usage.read_bytes()[: layout.usage_head_bytes(1)]
             waited = layout.read_usage(head)[0].waited_ns
-            observed = Observed(load.cap, tuple(samples[number]), waited > self.waited[number])
+            throttled = waited > self.waited[number]
             self.waited[number] = waited
-            if self.corrects:
-                self.factors[number] = corrected(self.factors[number], observed)
+            if self.corrects and samples[number]:
+                self.factors[number] = corrected(
+                    self.factors[number], load.cap, used[number], throttled=throttled
+                )
             working = sum(each.pid in busy for each in self.processes[number])
             others = rivals(used[number], working, sum(used), len(busy))
             self._limit(number, self.factors[number], others)

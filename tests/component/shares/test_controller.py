@@ -14,7 +14,7 @@ MS = 1_000_000
 EVENTS = ("cuEventRecord", "cuEventQuery", "cuEventElapsedTime", "cuEventCreate")
 
 
-def usage(container: Container) -> layout.Usage:
+def usage(container: Container) -> layout.CountedUsage:
     return layout.read_usage(container.usage.read_bytes()[: layout.usage_head_bytes(1)])[0]
 
 

@@ -19,13 +19,13 @@ import anyio
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.demand import VGPU
+from agent.model.holding import Holding, Record
 from agent.vgpu import layout
 from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.vgpu.isolation_errors import FolderUnusable
 from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER, Library
-from agent.vgpu.limits import Policy
+from agent.vgpu.limits import Enforcement
 from agent.vgpu.room import Isolation
 from clib.build_library import cached
 from tests.cuda_double.program import Program, commanded
@@ -105,7 +105,7 @@ class Host:
             Holding("default", name, "main", VGPU.memory, each.ids) for name, each in self.abouts.items()
         )
         names = tuple(("default", name, "main") for name in self.abouts)
-        self.record: Cell[PodList | None] = Cell(PodList(held, names))
+        self.record: Cell[Record | None] = Cell(Record(held, names))
         self.come_back()
         self.containers: dict[str, Program] = {}
         self.paths: dict[str, list[str]] = {}
@@ -129,7 +129,7 @@ class Host:
     def come_back(self) -> None:
         """Another one starts."""
         self.agent = Isolation(
-            LimitFolders(self._root / "run"), cached(), self._root / "state", Policy.LIBRARY, self.record
+            LimitFolders(self._root / "run"), cached(), self._root / "state", Enforcement.LIBRARY, self.record
         )
         self.run(self.agent.start)
 
@@ -158,7 +158,9 @@ class Host:
         key = key_of(self.abouts[name].ids)
         build = self.agent.containers.value[key].about.build
         names = Library(Path(), build).names
-        return self.agent._held.has(build, names) and self.agent.folders.held.has(key, (LIMITS, USAGE))
+        return self.agent.libraries._held.has(build, names) and self.agent.folders.held.has(
+            key, (LIMITS, USAGE)
+        )
 
     def serves_soon(self, name: str) -> None:
         """The same, after what the kernel makes the agent wait for."""

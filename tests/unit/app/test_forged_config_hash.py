@@ -8,15 +8,16 @@ import anyio
 import pytest
 
 from agent.app.build_telemetry import _known_pods
-from agent.cluster.pods import Container, ContainerStatus, Pod, PodCache, PodSpec, PodStatus
-from agent.cluster.reflector import Metadata, OwnerReference
+from agent.cluster.pods import PodCache
 from agent.model.cgroup import ContainerRef
+from agent.model.metadata import Metadata, OwnerReference
 from agent.model.modes import Mode
+from agent.model.pod import ContainerSpec, ContainerStatus, Pod, PodSpec, PodStatus
 from agent.mps.pods import pod_facts
 from agent.nvml.port import GpuProcess, Sample
 from agent.pairing.cluster_pods import ClusterPods
-from agent.telemetry.attribution import Grade, attribute
-from agent.telemetry.shares import Share
+from agent.telemetry.attribution import Attribution, attribute
+from agent.telemetry.shares import ContainerShare
 from tests.unit.mps.test_clients import ID, Scene, uid
 
 VICTIM, FORGER = uid(1), uid(2)
@@ -29,7 +30,7 @@ def _forger(owners: list[OwnerReference], **metadata: Any) -> Pod:
     both = {"kubernetes.io/config.hash": VICTIM, "kubernetes.io/config.mirror": VICTIM}
     return Pod(
         Metadata("sleep", "team-b", FORGER, annotations=both, owner_references=owners, **metadata),
-        PodSpec([Container("main")], node_name="node"),
+        PodSpec([ContainerSpec("main")], node_name="node"),
         PodStatus("Running"),
     )
 
@@ -38,7 +39,7 @@ def _pods(forger: Pod) -> PodCache:
     cache = PodCache(None, "node", lambda: "node-uid")  # type: ignore[arg-type]
     victim = Pod(
         Metadata("training", "team-a", VICTIM),
-        PodSpec([Container("main")], node_name="node"),
+        PodSpec([ContainerSpec("main")], node_name="node"),
         PodStatus("Running", container_statuses=[ContainerStatus("main", f"containerd://{ID}")]),
     )
     # Whichever comes last would win, were they taken as they come.
@@ -74,7 +75,7 @@ async def test_forged_config_hash_changes_nothing(owners: list[OwnerReference], 
     # What it uses of its GPU stays its own.
     known = _known_pods(before)()
     shares = [
-        Share(namespace, pod, "main", "GPU-1", 0, Mode.MPS, 0.5, 1024 * MIB)
+        ContainerShare(namespace, pod, "main", "GPU-1", 0, Mode.MPS, 0.5, 1024 * MIB)
         for namespace, pod in (("team-a", "training"), ("team-b", "sleep"))
     ]
     sample = Sample(0.25, None, 700 * MIB, 80 << 30, None, None, processes=(GpuProcess(101, 700 * MIB),))
@@ -84,4 +85,4 @@ async def test_forged_config_hash_changes_nothing(owners: list[OwnerReference], 
         ("training", 700 * MIB, 0.25),
         ("sleep", 0, 0.0),
     ]
-    assert found.uses[0].memory_grade is Grade.MEASURED
+    assert found.uses[0].memory_grade is Attribution.MEASURED

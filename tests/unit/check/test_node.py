@@ -279,10 +279,11 @@ def test_kernels_too_old_for_mps_are_found(node: Node, monkeypatch: pytest.Monke
     own = list(os.uname())
     own[2] = "5.4.0-216-generic"
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(own))
-    assert "5.10" in node.of("kernel").text
-    assert node.grades("modes.mps=false")["kernel"] is Severity.OK
-    monkeypatch.setattr("agent.check.kubelet.kernel_problem", lambda: "Linux 4.18 has none")
-    assert "modes.mps: false" in node.faults()["kernel"]
+    assert "5.10" in node.of("kernel for MPS").text
+    assert node.grades()["kernel"] is Severity.OK
+    assert "kernel for MPS" not in node.grades("modes.mps=false")
+    monkeypatch.setattr("agent.mps.wing.kernel_problem", lambda: "Linux 4.18 has none")
+    assert "modes.mps: false" in node.faults()["kernel for MPS"]
 
 
 def test_cgroups_of_version_1_are_a_warning(node: Node) -> None:

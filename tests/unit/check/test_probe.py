@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.check.probe import SCRIPT, seen
-from agent.vgpu.layout import Limits, limit_file
+from agent.vgpu.layout import DeviceLimits, limit_file
 
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
 
@@ -25,7 +25,7 @@ def test_the_agent_s_program(tmp_path: Path, code: int) -> None:
     (tmp_path / "dev/nvidia-caps").mkdir()
     caps = tmp_path / "usr/lib/gpu-node-agent"
     caps.mkdir(parents=True)
-    (caps / "limits").write_bytes(limit_file("x", [Limits(UUID, 2 << 30)]))
+    (caps / "limits").write_bytes(limit_file("x", [DeviceLimits(UUID, 2 << 30)]))
     program(tmp_path / "usr/bin", code)
     environment = {"PATH": "/nowhere", "CUDA_X": "1", "NVIDIA_Y": "2", "SECRET": "3"}
     assert list(seen(environment, tmp_path)) == [

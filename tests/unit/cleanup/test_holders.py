@@ -9,10 +9,11 @@ import pytest
 from agent.cleanup import this_node
 from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.cluster.api import KubeApi
-from agent.cluster.pods import Pod, PodCache
-from agent.cluster.reflector import Metadata
+from agent.cluster.pods import PodCache
 from agent.holdings.checkpoint import FILE_NAME
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
+from agent.model.metadata import Metadata
+from agent.model.pod import Pod
 from agent.settings import Settings, load
 
 GPU = "GPU-00000000-0000-0000-0000-00000000000a"
@@ -27,8 +28,8 @@ class Kubelet:
         self.path = root / "kubelet.sock"
         self.holdings: tuple[Holding, ...] = ()
 
-    async def list(self, deadline: float = 2.0) -> PodList:
-        return PodList(self.holdings, (OTHER, *((h.namespace, h.pod, h.container) for h in self.holdings)))
+    async def list(self, deadline: float = 2.0) -> Record:
+        return Record(self.holdings, (OTHER, *((h.namespace, h.pod, h.container) for h in self.holdings)))
 
 
 @pytest.fixture

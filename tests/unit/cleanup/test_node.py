@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -16,6 +17,7 @@ from agent.cli.main import main
 from agent.cluster.api import KubeApi
 from agent.kit.lock import exclusive
 from agent.node.taint import EFFECT, TAINT
+from agent.nvml.port import NvmlPort
 from agent.settings import Settings, load
 
 
@@ -38,6 +40,12 @@ def settings(tmp_path: Path) -> Settings:
     )
 
 
+def cleaned(settings: Settings, users: AbstractSet[str] = frozenset()) -> bool:
+    """Whether all was removed. No daemon is there, so that NVML is not asked."""
+    anyio.run(this_node.leave_modes, settings, cast("NvmlPort", None))
+    return this_node.remove_files(settings, users)
+
+
 def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     ours = (
         "kubelet/plugins_registry/gna-nvidia.com-gpu.sock",
@@ -57,11 +65,11 @@ def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     for name in (*ours, *foreign):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    this_node.remove_files(settings)
+    cleaned(settings)
     assert [name for name in ours if (tmp_path / name).exists()] == []
     assert [name for name in foreign if not (tmp_path / name).exists()] == []
     assert list((tmp_path / "run").iterdir()) == []
-    this_node.remove_files(settings)
+    cleaned(settings)
 
 
 def test_what_running_containers_name_stays(settings: Settings, tmp_path: Path, logs: Any) -> None:
@@ -69,12 +77,12 @@ def test_what_running_containers_name_stays(settings: Settings, tmp_path: Path, 
     for name in (*named, "state/verdicts.json", "cdi/gpu-node-agent.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert not this_node.remove_files(settings, {"team/training"})
+    assert not cleaned(settings, {"team/training"})
     assert all((tmp_path / name).exists() for name in named)
     assert not (tmp_path / "state/verdicts.json").exists()
     assert not (tmp_path / "cdi/gpu-node-agent.json").exists()
     assert [(each["event"], each["pods"]) for each in logs] == [("gpu_specification_kept", "team/training")]
-    assert this_node.remove_files(settings)
+    assert cleaned(settings)
     assert not any((tmp_path / name).exists() for name in named)
 
 
@@ -84,15 +92,15 @@ def test_what_vgpu_containers_have_mounted_stays(settings: Settings, tmp_path: P
     for name in mounted:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert not this_node.remove_files(settings, {"team/training"})
+    assert not cleaned(settings, {"team/training"})
     assert all((tmp_path / name).exists() for name in mounted)
-    assert this_node.remove_files(settings)
+    assert cleaned(settings)
     assert not any((tmp_path / name).exists() for name in mounted)
 
 
 def test_holders_without_our_specification_keep_nothing(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "state/bin").mkdir()
-    assert this_node.remove_files(settings, {"team/training"})
+    assert cleaned(settings, {"team/training"})
     assert not (tmp_path / "state/bin").exists()
 
 

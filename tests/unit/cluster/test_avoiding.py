@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent.app.avoidance import FILES, FOLDERS
-from agent.cluster.pods import Pod
-from agent.vgpu.avoiding import ways_around
+from agent.model.pod import Pod
+from agent.vgpu.avoiding import FILES, FOLDERS, ways_around
 
 MEMORY = "tencent.com/vcuda-memory"
 OURS = (*FOLDERS, "/var/lib/gpu-node-agent", "/run/gpu-node-agent", "/var/run/cdi", "/var/lib/kubelet")

@@ -7,12 +7,14 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from agent.app.build_isolation import VgpuFence
 from agent.cluster.namespaces import LABEL, NamespaceLabels
-from agent.cluster.reflector import Metadata, PartialObject
+from agent.cluster.reflector import PartialObject
+from agent.kubelet.plugin_types import Allocation
 from agent.model.ledger import PairMember
+from agent.model.metadata import Metadata
 from agent.vgpu.folders import About
-from agent.vgpu.limits import Admission, Policy
+from agent.vgpu.limits import Enforcement, NamespaceEnforcement
+from agent.vgpu.node_limits import NodeLimits
 
 
 def _labels() -> NamespaceLabels:
@@ -26,20 +28,23 @@ class Admissions:
         self._labels = labels
         self.seen: list[str | None] = []
 
-    def policy(self, namespace: str) -> Policy:
+    def policy(self, namespace: str) -> Enforcement:
         self.seen.append(self._labels.of(namespace))
-        return Policy.OFF
+        return Enforcement.OFF
 
-    async def admit(self, _request: About) -> Admission:
-        return Admission()
+    async def admit(self, _request: About) -> Allocation:
+        return Allocation()
 
 
 async def test_the_first_admission_waits_for_the_labels() -> None:
     labels = _labels()
     isolation = Admissions(labels)
     seen = isolation.seen
-    parts: Any = (isolation, SimpleNamespace(obstacle=lambda _: None), None, labels)
-    fence = VgpuFence(*parts)
+    parts: Any = SimpleNamespace(
+        isolation=isolation,
+        _driver=SimpleNamespace(obstacle=lambda _: None),
+        _namespaces=NamespaceEnforcement(labels),
+    )
     grant: Any = SimpleNamespace(
         pod=SimpleNamespace(namespace="team", uid="u", name="p"),
         container="main",
@@ -49,7 +54,7 @@ async def test_the_first_admission_waits_for_the_labels() -> None:
     )
 
     async def admitted() -> None:
-        await fence(PairMember.MEMORY, grant)
+        await NodeLimits.additions(parts, PairMember.MEMORY, grant)
 
     with anyio.fail_after(10):
         async with anyio.create_task_group() as group:

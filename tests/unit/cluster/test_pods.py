@@ -5,16 +5,17 @@ from typing import Any
 import msgspec
 
 from agent.cluster.cgroup_uids import HASH_ANNOTATION, cgroup_uids
-from agent.cluster.pods import Container, Pod, PodCache, PodSpec, PodStatus, Resources, convert
-from agent.cluster.reflector import Metadata, OwnerReference
+from agent.cluster.pods import PodCache
+from agent.model.metadata import Metadata, OwnerReference
+from agent.model.pod import ContainerSpec, Pod, PodSpec, PodStatus, Requirements
 from agent.pairing.cluster_pods import ClusterPods
 
 CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
 OURS = frozenset({CORE, MEMORY})
-PAIR = Container("main", Resources({CORE: "20", MEMORY: "50", "cpu": "1"}))
+PAIR = ContainerSpec("main", Requirements({CORE: "20", MEMORY: "50", "cpu": "1"}))
 
 
-def pod(*containers: Container, init: tuple[Container, ...] = ()) -> Pod:
+def pod(*containers: ContainerSpec, init: tuple[ContainerSpec, ...] = ()) -> Pod:
     return Pod(Metadata("p"), PodSpec(list(containers), list(init)))
 
 
@@ -23,11 +24,11 @@ def test_half_a_pair_is_not_enough() -> None:
     assert wanting.lacks(OURS, frozenset())
     assert wanting.lacks(OURS, {("main", CORE)})
     assert not wanting.lacks(OURS, {("main", CORE), ("main", MEMORY)})
-    assert not pod(Container("main", Resources({"cpu": "1"}))).lacks(OURS, frozenset())
+    assert not pod(ContainerSpec("main", Requirements({"cpu": "1"}))).lacks(OURS, frozenset())
 
 
 def test_init_containers_that_have_ended_lack_nothing() -> None:
-    staged = pod(PAIR, init=(Container("prepare", Resources({CORE: "10", MEMORY: "5"})),))
+    staged = pod(PAIR, init=(ContainerSpec("prepare", Requirements({CORE: "10", MEMORY: "5"})),))
     assert staged.lacks(OURS, frozenset())
     assert not staged.lacks(OURS, {("main", CORE), ("main", MEMORY)})
 
@@ -42,9 +43,7 @@ def mirror(uid: str, config_hash: str, *owners: OwnerReference) -> Pod:
 
 def test_a_pod_with_a_start_time_was_admitted_or_turned_away() -> None:
     for text, started in ((b"{}", False), (b'{"startTime": "2026-01-01T00:00:00Z"}', True)):
-        assert (
-            convert(Pod(Metadata("p"), status=msgspec.json.decode(text, type=PodStatus))).started is started
-        )
+        assert Pod(Metadata("p"), status=msgspec.json.decode(text, type=PodStatus)).started is started
 
 
 def test_a_pod_has_ended_when_the_complete_list_says_so() -> None:

@@ -9,10 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import Chosen, PodDemand, pod_demand
-from agent.model.demand import CORES, VGPU, Container, Pod
+from agent.model.demand import CORES, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
+from agent.model.pod import Container
+from tests.pods import a_pod
 
 NODES, GPUS, BLOCKS = ("a", "b"), 3, 320
 shares = st.tuples(st.integers(1, 99), st.integers(1, 200))
@@ -40,10 +42,10 @@ class Clusters(RuleBasedStateMachine):
         )
         self.fleet.set_node(LedgerNode(node, NodeInventory(gpus), {}))
 
-    @rule(sizes=demands, policy=st.sampled_from(Policy), node=st.sampled_from(NODES))
-    def choose(self, sizes: list[tuple[int, int]], policy: Policy, node: str) -> None:
+    @rule(sizes=demands, policy=st.sampled_from(PlacementPolicy), node=st.sampled_from(NODES))
+    def choose(self, sizes: list[tuple[int, int]], policy: PlacementPolicy, node: str) -> None:
         limits = [{VGPU.core: cores, VGPU.memory: blocks} for cores, blocks in sizes]
-        pod = Pod("ns", "p", tuple(Container(f"c{n}", one) for n, one in enumerate(limits)))
+        pod = a_pod("ns", "p", tuple(Container(f"c{n}", one) for n, one in enumerate(limits)))
         demand = pod_demand(pod)
         found = self.fleet.pick(node, demand, policy)
         assert (found is None) == bool(self.fleet.verdict(node, demand))

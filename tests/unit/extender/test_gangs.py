@@ -14,11 +14,13 @@ from agent.extender.pending_pods import PendingPods, read_pending
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.extender.verdicts import Verdicts
 from agent.kit.supervise import Supervisor
-from agent.model.demand import VGPU, Container, Pod
+from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
+from agent.model.pod import Container
+from tests.pods import a_pod
 
-HALF = pod_demand(Pod("ns", "p", (Container("main", {VGPU.core: 50, VGPU.memory: 16}),)))
+HALF = pod_demand(a_pod("ns", "p", (Container("main", {VGPU.core: 50, VGPU.memory: 16}),)))
 
 
 class Cluster:
@@ -120,7 +122,7 @@ UNSCHEDULABLE = [{"type": "PodScheduled", "status": "False", "reason": "Unschedu
 async def test_gpus_are_for_pods_that_the_watch_shows_with_this_demand() -> None:
     pending = Pending()
     pending.shows()
-    other = pod_demand(Pod("ns", "p", (Container("main", {VGPU.core: 90, VGPU.memory: 16}),)))
+    other = pod_demand(a_pod("ns", "p", (Container("main", {VGPU.core: 90, VGPU.memory: 16}),)))
     assert await pending.gangs.gang("u", HALF) == "ns/gang"
     assert await pending.gangs.gang("u", other) == ""
     pending.shows(group="another")

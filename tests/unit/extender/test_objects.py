@@ -9,9 +9,11 @@ import pytest
 from agent.extender.free_capacity import HeldUnits
 from agent.extender.objects import read_node, read_pod
 from agent.extender.pod_demand import pod_demand
-from agent.model.demand import VGPU, Container, Impossible, Pod
+from agent.model.demand import VGPU, Impossible
 from agent.model.modes import Mode
 from agent.model.node_inventory import INVENTORY
+from agent.model.pod import Container, Pod
+from tests.pods import a_pod
 
 CORE, MEMORY = VGPU.core, VGPU.memory
 
@@ -82,8 +84,8 @@ def test_a_node_that_is_no_object_is_an_error_of_decoding() -> None:
 
 def test_pods_of_one_shape_share_their_demand() -> None:
     def shaped(name: str) -> Pod:
-        return Pod("ns", name, (Container(name, {CORE: 30, MEMORY: 4, "example.com/x": 1}),))
+        return a_pod("ns", name, (Container(name, {CORE: 30, MEMORY: 4, "example.com/x": 1}),))
 
     assert pod_demand(shaped("a")) is pod_demand(shaped("b"))
     with pytest.raises(Impossible, match="container mine asks for 150"):
-        pod_demand(Pod("ns", "p", (Container("mine", {CORE: 150}),)))
+        pod_demand(a_pod("ns", "p", (Container("mine", {CORE: 150}),)))

@@ -12,11 +12,13 @@ from agent.extender.free_capacity import PodClaim
 from agent.extender.packing import NODE_STEPS, SearchWork
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.extender.verdicts import NOT_REACHED, REQUEST_STEPS, Verdicts
-from agent.model.demand import CORES, VGPU, Container, Pod
+from agent.model.demand import CORES, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
+from agent.model.pod import Container
 from tests.bench import arrivals
+from tests.pods import a_pod
 
 BLOCKS = 320
 Share = tuple[int, int]
@@ -24,7 +26,7 @@ Share = tuple[int, int]
 
 def asks(shares: Sequence[Share]) -> PodDemand:
     containers = (Container(f"c{n}", {VGPU.core: c, VGPU.memory: b}) for n, (c, b) in enumerate(shares))
-    return pod_demand(Pod("ns", "p", tuple(containers)))
+    return pod_demand(a_pod("ns", "p", tuple(containers)))
 
 
 def node(held: Sequence[Share]) -> Fleet:
@@ -59,7 +61,7 @@ def test_a_packing_is_found_exactly_where_there_is_one(held: list[Share], wanted
     fleet, demand = node(held), asks(wanted)
     possible = fits_by_trying_all(held, wanted)
     assert (fleet.verdict("n", demand) == "") == possible
-    for policy in Policy:
+    for policy in PlacementPolicy:
         found = fleet.pick("n", demand, policy)
         assert (found is not None) == possible
         if found:
@@ -80,7 +82,7 @@ def test_filter_and_bind_agree_on_pods_of_many_containers() -> None:
         demand = asks([(draw.randrange(15, 75, 5), 16) for _ in range(draw.randint(3, 12))])
         reason = fleet.verdict("n", demand)
         fitting += not reason
-        for policy in Policy:
+        for policy in PlacementPolicy:
             assert (fleet.pick("n", demand, policy) is None) == bool(reason), (held, demand)
     assert 50 < fitting < 250
 

@@ -3,8 +3,10 @@
 import pytest
 
 from agent.extender.pod_demand import WHOLE_GPU, Slot, annotations_of, chosen_in, pod_demand
-from agent.model.demand import MPS, VGPU, Container, Demand, Impossible, Pod, Stage
+from agent.model.demand import MPS, VGPU, Demand, Impossible
 from agent.model.modes import Mode
+from agent.model.pod import Container, Pod, Stage
+from tests.pods import a_pod
 
 
 def share(name: str, cores: int, blocks: int, stage: Stage = Stage.APP) -> Container:
@@ -12,7 +14,7 @@ def share(name: str, cores: int, blocks: int, stage: Stage = Stage.APP) -> Conta
 
 
 def pod(*containers: Container) -> Pod:
-    return Pod("default", "pod", containers)
+    return a_pod("default", "pod", containers)
 
 
 def test_every_container_is_a_slot_large_ones_first() -> None:

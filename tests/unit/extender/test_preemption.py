@@ -7,15 +7,17 @@ from agent.extender.eviction import victims_needed
 from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import PodDemand, pod_demand
-from agent.model.demand import VGPU, Container, Pod
+from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
+from agent.model.pod import Container
+from tests.pods import a_pod
 
 NODES, GPUS, PER_GPU = 12, 8, 5
 
 
 def asks(cores: int, blocks: int) -> PodDemand:
-    return pod_demand(Pod("ns", "p", (Container("main", {VGPU.core: cores, VGPU.memory: blocks}),)))
+    return pod_demand(a_pod("ns", "p", (Container("main", {VGPU.core: cores, VGPU.memory: blocks}),)))
 
 
 async def test_others_run_between_nodes_with_many_victims() -> None:

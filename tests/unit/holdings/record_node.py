@@ -11,8 +11,9 @@ from agent.holdings.checkpoint import FILE_NAME
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import View
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
-from agent.model.demand import Container, Pod, Stage
+from agent.model.holding import Holding, Record
+from agent.model.pod import Container, Pod, Stage
+from tests.pods import a_pod
 
 GPU = "nvidia.com/gpu"
 Entry = tuple[str, str, str]  # pod UID, container, device ID
@@ -29,9 +30,9 @@ class Kubelet:
         self.path = self.folder / "kubelet.sock"
         self.path.touch()
 
-    async def list(self, deadline: float = 2.0) -> PodList:
+    async def list(self, deadline: float = 2.0) -> Record:
         containers = [("ns", pod, name) for pod, found in self.pods.items() for name in found]
-        return PodList(
+        return Record(
             tuple(
                 Holding("ns", p, c, GPU, (i,))
                 for p, found in self.pods.items()
@@ -85,7 +86,9 @@ class Node:
         """`hides`: its init containers ask for devices."""
         containers = [Container("prepare", {GPU: 1}, Stage.INIT)] if hides else []
         containers += [Container("main", {GPU: 1})] if name.startswith("train") else []
-        self.pods[uid] = Pod("ns", name, tuple(containers), uid, phase="Succeeded" if finished else "Running")
+        self.pods[uid] = a_pod(
+            "ns", name, tuple(containers), uid, phase="Succeeded" if finished else "Running"
+        )
         self.changes.publish(None)
 
     async def held(self) -> set[tuple[str, str, str]] | None:

@@ -8,8 +8,9 @@ import pytest
 
 from agent.holdings import holdings as holdings_module
 from agent.holdings.checkpoint import Entries
-from agent.holdings.holdings import HoldingsWatch, holders_by_gpu, strangers_by_gpu
-from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
+from agent.holdings.holdings import HoldingsWatch, strangers_by_gpu
+from agent.kubelet.podresources import PodResourcesUnavailable
+from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
 from tests.component.kubelet_room.parts import eventually
 from tests.virtual_time import in_virtual_time
@@ -21,8 +22,8 @@ def _held(*ids: str, pod: str = "p", resource: str = "r") -> Holding:
     return Holding("ns", pod, "c", resource, ids)
 
 
-def _listed(*holdings: Holding) -> PodList:
-    return PodList(holdings, ())
+def _listed(*holdings: Holding) -> Record:
+    return Record(holdings, ())
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def _listed(*holdings: Holding) -> PodList:
 )
 def test_a_device_id_tells_gpu_and_mode(device_id: str, mode: Mode, replica: bool) -> None:
     holding = _held(device_id)
-    ((gpu, (holder,)),) = holders_by_gpu(_listed(holding)).items()
+    ((gpu, (holder,)),) = _listed(holding).by_gpu.items()
     assert (gpu, holder.mode, holder.replica, holder.holding, holder.pod) == (
         A,
         mode,
@@ -52,18 +53,18 @@ def test_many_units_are_one_holder_and_each_gpu_has_its_own() -> None:
     cores = _held(*(f"{A}::c{n}" for n in range(100)), *(f"{B}::c{n}" for n in range(5)))
     memory = _held(*(f"{A}::m{n}" for n in range(564)), resource="m")
     whole = _held(B, pod="q")
-    found = holders_by_gpu(_listed(cores, memory, whole))
+    found = _listed(cores, memory, whole).by_gpu
     assert [holder.holding for holder in found[A]] == [cores, memory]
     assert [(holder.mode, holder.pod) for holder in found[B]] == [(Mode.VGPU, "ns/p"), (Mode.PGPU, "ns/q")]
 
 
 def test_whole_gpus_are_told_apart_by_all_their_digits() -> None:
-    found = holders_by_gpu(_listed(_held(A, B)))
+    found = _listed(_held(A, B)).by_gpu
     assert set(found) == {A, B}
 
 
 def test_devices_of_others_are_passed_over() -> None:
-    assert holders_by_gpu(_listed(_held("", f"{A}::0", f"{A}::x1", "x" * 64), _held())) == {}
+    assert _listed(_held("", f"{A}::0", f"{A}::x1", "x" * 64), _held()).by_gpu == {}
 
 
 @pytest.mark.parametrize(
@@ -95,14 +96,14 @@ def test_ids_that_nobody_can_read_are_of_the_gpu_that_they_name(
 class Lister:
     """PodResources that answer as scripted."""
 
-    def __init__(self, *answers: PodList | str) -> None:
+    def __init__(self, *answers: Record | str) -> None:
         self.answers = list(answers)
         self.asked: list[float] = []  # when
 
     def keeping_connection(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    async def list(self, deadline: float = 2.0) -> PodList:
+    async def list(self, deadline: float = 2.0) -> Record:
         self.asked.append(anyio.current_time())
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, str):
@@ -134,7 +135,7 @@ async def test_the_watch_publishes_changes_and_tells_outages_once(
     lister = Lister(one, one, "it is down", "it is down", two)
     watch = HoldingsWatch(lister)  # type: ignore[arg-type]
     assert watch.problem == "PodResources has not been read yet"
-    seen: list[PodList | None] = []
+    seen: list[Record | None] = []
     async with anyio.create_task_group() as group:
         group.start_soon(watch.run)
         while watch.cell.value != two:

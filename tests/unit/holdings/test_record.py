@@ -9,7 +9,7 @@ import anyio.to_thread
 import pytest
 
 from agent.holdings import holdings as holdings_module
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 from tests.unit.holdings.record_node import Node
 
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
@@ -245,7 +245,7 @@ async def test_kubelet_restarts_during_a_reading(node: Node, times: int) -> None
     everything = await node.held()
     usual, left = node.kubelet.list, times
 
-    async def list_then_restart(deadline: float = 2.0) -> PodList:
+    async def list_then_restart(deadline: float = 2.0) -> Record:
         nonlocal left
         answer = await usual(deadline)
         if left:
@@ -391,7 +391,7 @@ async def test_an_answer_that_comes_late_does_not_replace_a_newer_one(node: Node
     late = anyio.Event()
     listed = node.kubelet.list
 
-    async def slow(deadline: float = 2.0) -> PodList:
+    async def slow(deadline: float = 2.0) -> Record:
         answer = await listed(deadline)
         await late.wait()
         return answer
@@ -416,7 +416,7 @@ async def test_the_checkpoint_is_read_before_the_kubelet_is_asked(node: Node) ->
     node.know("u", "train-0")
     usual = node.kubelet.list
 
-    async def admitted_after_the_answer(deadline: float = 2.0) -> PodList:
+    async def admitted_after_the_answer(deadline: float = 2.0) -> Record:
         answer = await usual(deadline)
         node.kubelet.pods = {"train-0": {"main": A}}
         await anyio.to_thread.run_sync(node.kubelet.records, ("u", "main", A))

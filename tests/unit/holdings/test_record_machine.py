@@ -15,8 +15,9 @@ from agent.holdings import holdings as holdings_module
 from agent.holdings.checkpoint import Entries
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import View
-from agent.kubelet.podresources import Holding, PodList
-from agent.model.demand import Pod
+from agent.model.holding import Holding, Record
+from agent.model.pod import Pod
+from tests.pods import a_pod, changed
 from tests.unit.state_machines import run
 
 RESOURCE = "nvidia.com/gpu"
@@ -76,7 +77,7 @@ class RecordMachine(RuleBasedStateMachine):
     def told_view(self) -> View:
         return View(dict(self.told), self.complete)
 
-    async def list(self, deadline: float = 2.0) -> PodList:
+    async def list(self, deadline: float = 2.0) -> Record:
         """PodResources: plain init containers are left out, and pods that this kubelet has not heard of."""
         holdings, containers = [], []
         for uid, each in self.admitted.items():
@@ -84,7 +85,7 @@ class RecordMachine(RuleBasedStateMachine):
                 containers.append((*each.pod.key, "main"))
                 if ids := each.held["main"]:
                     holdings.append(Holding(*each.pod.key, "main", RESOURCE, tuple(sorted(ids))))
-        return PodList(tuple(holdings), tuple(containers))
+        return Record(tuple(holdings), tuple(containers))
 
     def shown(self) -> Counter[str]:
         """Every unit that the record of now shows, as often as it does."""
@@ -103,7 +104,7 @@ class RecordMachine(RuleBasedStateMachine):
         if self.away or len(free) < init + main or f"pod-{name}" in taken:
             return
         self.count += 1
-        pod = Pod("ns", f"pod-{name}", (), f"uid-{self.count}")
+        pod = a_pod("ns", f"pod-{name}", (), f"uid-{self.count}")
         held = {"prepare": frozenset(free[:init]), "main": frozenset(free[init : init + main])}
         self.api[pod.uid] = pod
         self.admitted[pod.uid] = Admitted(pod, held)
@@ -133,7 +134,7 @@ class RecordMachine(RuleBasedStateMachine):
         if deleted:
             del self.api[uid]
         else:
-            self.api[uid] = replace(self.api[uid], phase="Succeeded")
+            self.api[uid] = changed(self.api[uid], phase="Succeeded")
         if not lag:
             self.watch_catches_up()
 

@@ -16,12 +16,12 @@ from agent.injection.specification import FILE, Devices, Specification, parse
 from agent.injection.toolkit import GenerationFailed
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import Health
+from agent.model.holding import Holding, Record
 from tests.unit.injection.test_specification import text
 
-NOBODY = PodList((), ())
+NOBODY = Record((), ())
 DRIVER = Driver("580.95.05", "13.580.95.05", (13, 0))
 
 
@@ -56,7 +56,7 @@ class Scene:
         self.folder = folder
         self.machine = Machine(*(f"GPU-{number}" for number in numbers))
         self.inventory = Cell(snapshot(*(gpu(number) for number in numbers)))
-        self.held: Cell[PodList | None] = Cell(NOBODY)
+        self.held: Cell[Record | None] = Cell(NOBODY)
         self.keeper = SpecificationKeeper(folder, self.machine, self.inventory, self.held)
 
     @property
@@ -67,7 +67,7 @@ class Scene:
         return {device["name"] for device in json.loads(self.file.read_text())["devices"]}
 
     def holds(self, *uuids: str) -> None:
-        self.held.publish(PodList((Holding("team", "pod", "main", "nvidia.com/gpu", uuids),), ()))
+        self.held.publish(Record((Holding("team", "pod", "main", "nvidia.com/gpu", uuids),), ()))
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:

@@ -16,7 +16,7 @@ from agent.inventory.messages import (
     Unavailable,
 )
 from agent.inventory.reducer import records, reduce
-from agent.inventory.snapshot import KernelXid, Record, Snapshot, Unreadable
+from agent.inventory.snapshot import HealthRecord, KernelXid, Snapshot, Unreadable
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import HEALTHY, Fault, FaultKind, Health, HealthState
 from agent.model.recovery_action import RecoveryAction
@@ -94,7 +94,7 @@ def test_nvml_as_a_whole_blocks_every_gpu_and_heals_none() -> None:
 
 def test_remembered_verdicts_meet_their_gpus() -> None:
     bad = Health(HealthState.UNHEALTHY, Fault(FaultKind.XID, 119), "Xid 119", 1, 1)
-    kept = (Record(GPUS[1], bad), Record(gpu(9), bad), Record(gpu(8), bad, listed=False))
+    kept = (HealthRecord(GPUS[1], bad), HealthRecord(gpu(9), bad), HealthRecord(gpu(8), bad, listed=False))
     snapshot = reduce(Snapshot(), Restored(kept, (), 5))
     assert len(records(snapshot)) == 3
     after = reduce(snapshot, scan(*GPUS, at=6))

@@ -21,9 +21,12 @@ from agent.kubectl.kube import failure
 from agent.kubectl.main import plugin_main, plugin_parser
 from agent.kubectl.text import overview, top
 from agent.kubectl.view import HOLDERS, INVENTORY, STATE, VisiblePods, asks, node_view
-from agent.model.demand import Container, Impossible, Pod, Stage, units
+from agent.model.demand import Impossible
 from agent.model.modes import Mode
 from agent.model.node_inventory import decode
+from agent.model.pod import Container, Stage
+from agent.model.quantity import units
+from tests.pods import a_pod
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 from tests.unit.kubectl.test_plugin import asked, fake
 
@@ -42,7 +45,7 @@ def extender_says(one: dict[str, Any], held: list[Held], mode: Mode, init: Limit
     inventory = decode(one["metadata"]["annotations"][INVENTORY])
     containers = [Container("init", init, Stage.INIT)] * bool(init) + [Container("main", main)]
     try:
-        demand = pod_demand(Pod("t", "p", tuple(containers)))
+        demand = pod_demand(a_pod("t", "p", tuple(containers)))
     except Impossible:
         return False
     return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork(1000))
@@ -145,7 +148,7 @@ def both_say(gpus: list[tuple[Mode, list[tuple[int, int]], int]], containers: Re
     reason = lacks(view, {"metadata": {"name": "p"}, "spec": spec})
     inventory = decode(one["metadata"]["annotations"][INVENTORY])
     try:
-        demand = pod_demand(Pod("t", "p", tuple(named)))
+        demand = pod_demand(a_pod("t", "p", tuple(named)))
     except Impossible:
         return False, reason
     return not refusal(free_capacity(inventory, claims), demand, inventory, SearchWork()), reason

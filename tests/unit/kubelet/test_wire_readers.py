@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from agent._proto import v1, v1beta1
 from agent.kubelet.plugin_types import PreferenceRequest
-from agent.kubelet.podresources import AllocatableReader, Holding, PodList, Reader
+from agent.kubelet.podresources import AllocatableReader, Reader
 from agent.kubelet.wire import AllocationRequests, MalformedMessage, PreferenceRequests
+from agent.model.holding import Holding, Record
 
 Field = tuple[int, int, bytes]  # number, wire type, encoded value
 
@@ -97,7 +98,7 @@ LISTS = made_of(one(1, pods(containers())), most=4)
 SHORT_LISTS = made_of(one(1, pods(containers(longest=6))), most=3)
 
 
-def as_pod_list(data: bytes) -> PodList:
+def as_pod_list(data: bytes) -> Record:
     """The answer as betterproto2 reads it, in our types."""
     holdings: list[Holding] = []
     names: list[tuple[str, str, str]] = []
@@ -112,7 +113,7 @@ def as_pod_list(data: bytes) -> PodList:
                 Holding(pod.namespace, pod.name, container.name, resource, tuple(ids))
                 for resource, ids in held.items()
             )
-    return PodList(tuple(holdings), tuple(names))
+    return Record(tuple(holdings), tuple(names))
 
 
 @given(LISTS)

@@ -12,9 +12,10 @@ from agent.inventory.snapshot import GpuState
 from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Refused
 from agent.lists import encode
 from agent.lists.shared_pair import Sharing
-from agent.model.demand import VGPU, Stage
+from agent.model.demand import VGPU
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
+from agent.model.pod import Stage
 from agent.settings import load
 from agent.vgpu.plugin import VgpuPlugin
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share

@@ -2,19 +2,11 @@
 
 import pytest
 
-from agent.model.demand import (
-    MPS,
-    VGPU,
-    Container,
-    Demand,
-    Impossible,
-    Pod,
-    Stage,
-    demand_of,
-    init_group_of,
-    units,
-)
+from agent.model.demand import MPS, VGPU, Demand, Impossible, demand_of, init_group_of
+from agent.model.pod import Container, Stage
+from agent.model.quantity import units
 from agent.model.units import ResourcePair
+from tests.pods import a_pod
 
 
 def ask(
@@ -79,12 +71,12 @@ def test_blocks_are_whole_and_leave_the_reserve(pair: ResourcePair, memory_bytes
 
 
 def test_pods_without_asking_init_containers_tie_nothing() -> None:
-    pod = Pod("d", "p", (Container("setup", {}, Stage.INIT), ask(20, 2), ask(30, 3, name="b")))
-    assert init_group_of(VGPU, pod) is None
+    pod = a_pod("d", "p", (Container("setup", {}, Stage.INIT), ask(20, 2), ask(30, 3, name="b")))
+    assert init_group_of(VGPU, pod.containers) is None
 
 
 def test_an_init_containers_heirs_share_its_gpu_up_to_their_peak() -> None:
-    pod = Pod(
+    pod = a_pod(
         "d",
         "p",
         (
@@ -94,7 +86,7 @@ def test_an_init_containers_heirs_share_its_gpu_up_to_their_peak() -> None:
             ask(5, 5, name="third"),
         ),
     )
-    group = init_group_of(VGPU, pod)
+    group = init_group_of(VGPU, pod.containers)
     assert group is not None
     assert group.containers == {"init", "first", "second"}
     assert group.peak == Demand(40, 40)
@@ -102,30 +94,30 @@ def test_an_init_containers_heirs_share_its_gpu_up_to_their_peak() -> None:
 
 def test_sidecars_inherit_and_keep() -> None:
     sidecar = ask(10, 10, Stage.SIDECAR, name="sidecar")
-    pod = Pod("d", "p", (ask(30, 30, Stage.INIT, name="init"), sidecar, ask(30, 30)))
-    group = init_group_of(VGPU, pod)
+    pod = a_pod("d", "p", (ask(30, 30, Stage.INIT, name="init"), sidecar, ask(30, 30)))
+    group = init_group_of(VGPU, pod.containers)
     assert group is not None
     assert group.peak == Demand(40, 40)
     assert group.containers == {"init", "sidecar", "main"}
 
 
 def test_a_whole_gpu_after_a_share_is_that_gpu() -> None:
-    group = init_group_of(VGPU, Pod("d", "p", (ask(30, 3, Stage.INIT, name="init"), ask(100, 0))))
+    group = init_group_of(VGPU, (ask(30, 3, Stage.INIT, name="init"), ask(100, 0)))
     assert group is not None
     assert group.peak.whole == 1
     assert group.peak.cores == 100
 
 
 def test_a_share_out_of_several_whole_gpus_is_impossible() -> None:
-    pod = Pod("d", "p", (ask(200, 0, Stage.INIT, name="init"), ask(50, 5)))
+    pod = a_pod("d", "p", (ask(200, 0, Stage.INIT, name="init"), ask(50, 5)))
     with pytest.raises(Impossible, match="inherit units of 2 GPUs"):
-        init_group_of(VGPU, pod)
+        init_group_of(VGPU, pod.containers)
 
 
 def test_more_cores_than_the_inherited_gpus_have_are_impossible() -> None:
     containers = (ask(30, 3, Stage.INIT, name="init"), ask(20, 3, name="first"), ask(100, 3, name="second"))
     with pytest.raises(Impossible, match="of which 100 exist"):
-        init_group_of(VGPU, Pod("d", "p", containers))
+        init_group_of(VGPU, containers)
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,31 @@
 
 import pytest
 
-from agent.model.demand import VGPU, Demand, Pod
+from agent.model.demand import VGPU, Demand
 from agent.model.free_gpu import FreeGpu
-from agent.model.ledger import Held, Holder, Holdings, Ledger, PairMember, Reservation, UnitPool
+from agent.model.holding import Holder, Holding, Record
+from agent.model.ledger import Ledger, PairHoldings, PairMember, Reservation, UnitPool
+from tests.pods import a_pod
 
 A, B = "GPU-a", "GPU-b"
 ME, OTHER = Holder("d", "me", "main"), Holder("d", "other", "main")
-MINE, THEIRS, NOBODY = Pod("d", "me", ()), Pod("d", "other", ()), Holder("d", "nobody", "main")
+MINE, THEIRS, NOBODY = a_pod("d", "me", ()), a_pod("d", "other", ()), Holder("d", "nobody", "main")
 
 
 def pool(gpu: str, index: int) -> UnitPool:
     return UnitPool.of(VGPU, gpu, index, 40 << 28)
 
 
-def ledger(*held: Held) -> Ledger:
-    return Ledger({A: pool(A, 0), B: pool(B, 1)}, Holdings(held))
+def held(holder: Holder, resource: str, ids: frozenset[str]) -> Holding:
+    return Holding(*holder, resource, tuple(sorted(ids)))
+
+
+def holdings(*found: Holding) -> PairHoldings:
+    return PairHoldings.of(VGPU, Record(found))
+
+
+def ledger(*found: Holding) -> Ledger:
+    return Ledger({A: pool(A, 0), B: pool(B, 1)}, holdings(*found))
 
 
 def cores(gpu: str, first: int, count: int) -> frozenset[str]:
@@ -44,10 +54,8 @@ def test_a_stock_has_all_units_of_a_gpu() -> None:
 
 
 def test_rooms_are_what_is_neither_held_nor_promised() -> None:
-    book = ledger(
-        Held(OTHER, PairMember.CORE, cores(A, 0, 30)), Held(OTHER, PairMember.MEMORY, blocks(A, 0, 5))
-    )
-    book = book.promised(Reservation(ME, MINE, Demand(20, 10), (A,), expires=10.0))
+    book = ledger(held(OTHER, VGPU.core, cores(A, 0, 30)), held(OTHER, VGPU.memory, blocks(A, 0, 5)))
+    book = book.reserved(Reservation(ME, MINE, Demand(20, 10), (A,), expires=10.0))
     room = rooms(book)[A]
     assert (room.cores, room.blocks, room.untouched) == (50, 25, False)
     assert rooms(book, ME)[A].cores == 70
@@ -56,35 +64,35 @@ def test_rooms_are_what_is_neither_held_nor_promised() -> None:
 
 def test_answered_ids_count_once() -> None:
     promise = Reservation(ME, MINE, Demand(20, 10), (A,), 10.0).with_ids(PairMember.CORE, cores(A, 0, 20))
-    book = ledger(Held(ME, PairMember.CORE, cores(A, 0, 20))).promised(promise)
+    book = ledger(held(ME, VGPU.core, cores(A, 0, 20))).reserved(promise)
     assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (80, 30)
 
 
 def test_a_gpu_that_is_held_or_promised_whole_has_no_room() -> None:
-    book = ledger(Held(OTHER, PairMember.CORE, cores(A, 0, 100)))
+    book = ledger(held(OTHER, VGPU.core, cores(A, 0, 100)))
     assert book.whole == {A}
     assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (0, 0)
-    promised = ledger().promised(Reservation(OTHER, THEIRS, Demand(100, 0, whole=1), (B,), 10.0))
+    promised = ledger().reserved(Reservation(OTHER, THEIRS, Demand(100, 0, whole=1), (B,), 10.0))
     assert rooms(promised, ME)[B].blocks == 0
     assert rooms(promised, OTHER)[B].untouched
 
 
 def test_all_cores_sold_in_shares_leave_memory_to_sell() -> None:
-    book = ledger(Held(OTHER, PairMember.CORE, cores(A, 0, 60)), Held(ME, PairMember.CORE, cores(A, 60, 40)))
+    book = ledger(held(OTHER, VGPU.core, cores(A, 0, 60)), held(ME, VGPU.core, cores(A, 60, 40)))
     assert book.whole == frozenset()
     assert rooms(book)[A].blocks == 40
 
 
 def test_cores_that_containers_have_grown_by_make_no_gpu_whole() -> None:
-    everything = Held(OTHER, PairMember.CORE, cores(B, 0, 100))
+    everything = held(OTHER, VGPU.core, cores(B, 0, 100))
     pools = {A: pool(A, 0).without(cores(A, 0, 100)), B: pool(B, 1)}
-    book = Ledger(pools, Holdings((everything,)))
+    book = Ledger(pools, holdings(everything))
     assert book.whole == {B}
     assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (0, 40)
     # All that is left goes to one container, which asked for less than a GPU.
     book = Ledger({A: pool(A, 0).without(cores(A, 60, 40))})
     rest = Reservation(ME, MINE, Demand(60, 0), (A,), 10.0).with_ids(PairMember.CORE, cores(A, 0, 60))
-    book = book.promised(rest.with_grant(PairMember.CORE))
+    book = book.reserved(rest.with_grant(PairMember.CORE))
     assert book.whole == frozenset()
     assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (0, 40)
 
@@ -95,34 +103,34 @@ def test_a_gpu_with_grown_cores_is_not_wholly_free() -> None:
 
 
 def test_inherited_units_are_room_for_their_heir() -> None:
-    book = ledger(Held(ME, PairMember.CORE, cores(A, 0, 100)))
+    book = ledger(held(ME, VGPU.core, cores(A, 0, 100)))
     assert rooms(book, ME, own=cores(A, 0, 100))[A].untouched
     assert rooms(book, ME, cores(A, 0, 100), also=blocks(A, 0, 40))[A].blocks == 0
 
 
 def test_promises_end_when_shown_late_or_over() -> None:
-    held = cores(A, 0, 20)
+    mine = cores(A, 0, 20)
     kept = (
         Reservation(ME, MINE, Demand(20, 0), (A,), 10.0)
-        .with_ids(PairMember.CORE, held)
+        .with_ids(PairMember.CORE, mine)
         .with_grant(PairMember.CORE)
     )
     opened = Reservation(OTHER, THEIRS, Demand(20, 10), (A,), 10.0).with_grant(PairMember.CORE)
-    book = ledger().promised(kept).promised(opened)
+    book = ledger().reserved(kept).reserved(opened)
     assert kept.complete
     assert not opened.complete
     # One that is not shown yet goes on: a record may be older than it, and init containers stand in it late.
-    assert book.observed(Holdings(), lambda _: False) is book
-    shown = Holdings((Held(ME, PairMember.CORE, held),))
+    assert book.observed(PairHoldings(), lambda _: False) is book
+    shown = holdings(held(ME, VGPU.core, mine))
     assert book.observed(shown, lambda _: False).reservations == (opened,)
-    assert book.observed(Holdings(), lambda each: each.pod is THEIRS).reservations == (kept,)
+    assert book.observed(PairHoldings(), lambda each: each.pod is THEIRS).reservations == (kept,)
     assert book.expired(10.0).reservations == ()
     assert book.expired(9.0) is book
 
 
 def test_a_second_promise_replaces_the_first() -> None:
-    book = ledger().promised(Reservation(ME, MINE, Demand(5, 1), (A,), 1.0))
-    book = book.promised(Reservation(ME, MINE, Demand(6, 2), (B,), 2.0))
+    book = ledger().reserved(Reservation(ME, MINE, Demand(5, 1), (A,), 1.0))
+    book = book.reserved(Reservation(ME, MINE, Demand(6, 2), (B,), 2.0))
     assert [each.gpus for each in book.reservations] == [(B,)]
     assert book.without(lambda each: each.holder == ME).reservations == ()
 
@@ -132,11 +140,9 @@ def test_a_second_promise_replaces_the_first() -> None:
 def test_units_that_are_taken_are_found_with_and_without_going_through_all(
     asking: Holder, own: frozenset[str]
 ) -> None:
-    book = ledger(
-        Held(OTHER, PairMember.CORE, cores(A, 0, 30)), Held(OTHER, PairMember.MEMORY, blocks(A, 0, 5))
-    )
+    book = ledger(held(OTHER, VGPU.core, cores(A, 0, 30)), held(OTHER, VGPU.memory, blocks(A, 0, 5)))
     promise = Reservation(ME, MINE, Demand(20, 10), (A,), 10.0).with_ids(PairMember.CORE, cores(A, 30, 20))
-    book = book.promised(promise)
+    book = book.reserved(promise)
     every = pool(A, 0).core_set | pool(A, 0).block_set
     assert book.taken_of(every, asking, own) == book.taken(asking, own)
     assert book.taken_of(cores(A, 28, 4), asking, own) == book.taken(asking, own) & cores(A, 28, 4)

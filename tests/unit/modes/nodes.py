@@ -1,23 +1,25 @@
 """A node in memory for the mode switcher: GPUs, holders, and resources that only write down what they did."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self, cast
 
 import anyio
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.gpu import Driver, Gpu
+from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, Mode
 from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired
-from agent.modes.planner import Gate, no_gate
+from agent.modes.resources import ResourceSet
 from agent.modes.switch_state import SwitchState
 from agent.modes.switcher import ModeSwitcher
-from agent.modes.wing import SetUpFailed
+from agent.modes.wing import Node as AgentNode
+from agent.modes.wing import SetUpFailed, Wing
 
 
 def gpu(index: int, product: str = "NVIDIA H200", mig: bool = False) -> Gpu:
@@ -36,30 +38,30 @@ class Kubelet:
     """Stands for PodResources: who holds what."""
 
     def __init__(self) -> None:
-        self.cell: Cell[PodList | None] = Cell(PodList((), ()))
+        self.cell: Cell[Record | None] = Cell(Record((), ()))
         self.problem: str | None = None
         self.reads = 0
 
-    async def refresh(self) -> PodList | None:
+    async def refresh(self) -> Record | None:
         self.reads += 1
         await anyio.lowlevel.checkpoint()
         return self.cell.value
 
     def hold(self, pod: str, resource: str, *ids: str) -> None:
         """A pod's only container gets device IDs."""
-        known = self.cell.value or PodList((), ())
+        known = self.cell.value or Record((), ())
         holding = Holding("default", pod, "main", resource, ids)
-        self.cell.publish(PodList((*known.holdings, holding), known.containers))
+        self.cell.publish(Record((*known.holdings, holding), known.containers))
 
     def end(self, pod: str) -> None:
         """A pod is gone."""
-        known = self.cell.value or PodList((), ())
+        known = self.cell.value or Record((), ())
         left = tuple(each for each in known.holdings if each.pod != pod)
-        self.cell.publish(PodList(left, known.containers))
+        self.cell.publish(Record(left, known.containers))
 
 
 @dataclass
-class Lists:
+class Lists(ResourceSet):
     """Stands for the resources: keeps each assignment that the lists were brought up to."""
 
     assignment: Cell[Assignment]
@@ -83,8 +85,11 @@ class Lists:
         return frozenset(self.granted)
 
 
-class Daemon:
-    """A backend: counts, and fails or waits as the test sets it to."""
+class Daemon(Wing):
+    """A mode that prepares GPUs: counts, and fails or waits as the test sets it to."""
+
+    mode: ClassVar[Mode] = Mode.MPS
+    prepares: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.up: set[str] = set()
@@ -92,6 +97,17 @@ class Daemon:
         self.fail: str | None = None
         self.gate: anyio.Event | None = None
         self.version = 1  # of the program
+        self.problem = ""  # why no GPU can be offered in it
+
+    @classmethod
+    async def build(cls, node: AgentNode) -> Self:  # noqa: ARG003
+        return cls()
+
+    def plugins(self) -> Sequence[ResourcePlugin]:
+        return ()
+
+    def obstacle(self, state: GpuState) -> str:
+        return self.problem
 
     async def prepare(self, gpu: Gpu) -> None:
         self.log.append(f"up {gpu.index}")
@@ -159,14 +175,13 @@ class Node:
 @asynccontextmanager
 async def switching(
     *gpus: Gpu,
-    backends: Mapping[Mode, Daemon] | None = None,
+    wings: Mapping[Mode, Wing] | None = None,
     kubelet: Kubelet | None = None,
     announce: bool = False,
     first: Mode = Mode.OFF,
     when_busy: str = "drain",
     desired: Desired | None = None,
     standing: Desired | None = None,
-    gate: Gate = no_gate,
     cordons: Any = None,
     lingering: Any = None,
     unexplained: Any = None,
@@ -185,13 +200,12 @@ async def switching(
         inventory,
         requests,
         assignment,
-        kubelet,
+        cast("Any", kubelet),
         lists,
         announcer=Announcements(lists) if announce else None,
-        backends=backends or {},
+        wings=wings or {},
         when_busy="refuse" if when_busy == "refuse" else "drain",
         standing=standing,
-        gate=gate,
         cordons=cordons,
         lingering=lingering,
         unexplained=unexplained,

@@ -60,7 +60,7 @@ async def test_a_cordoned_gpu_drains_and_is_not_sold_while_the_mode_is_in_force(
     daemon = Daemon()
     cordons: Cell[dict[str, Cordon]] = Cell({})
     backends = {Mode.MPS: daemon}
-    async with switching(gpu(0), gpu(1), first=Mode.MPS, backends=backends, cordons=cordons) as node:
+    async with switching(gpu(0), gpu(1), first=Mode.MPS, wings=backends, cordons=cordons) as node:
         await node.reach("mps", "mps")
         node.kubelet.hold("train", "nvidia.com/mps-core", f"{ONE}::sc1")
         cordons.publish({ONE: Cordon("fan", "08:00")})

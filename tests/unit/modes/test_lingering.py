@@ -7,7 +7,7 @@ import pytest
 
 from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
-from agent.modes.lingering import LOOK_SECONDS, MOST_FAILURES, Lingering
+from agent.modes.lingering import LOOK_SECONDS, MOST_FAILURES, Departed, Lingering
 from tests.unit.modes.nodes import Kubelet, gpu, switching
 from tests.virtual_time import in_virtual_time
 
@@ -23,7 +23,11 @@ class Host:
         self.pids: dict[str, dict[int, str]] = {FIRST.uuid: {}, OTHER.uuid: {}}  # UID of the pod; empty: none
         self.readable = True
         self.looks = 0
-        self.lingering = Lingering(lambda: dict(self.held), self.processes, self.owners, self.kubelet.cell)
+        self.known: frozenset[str] | None = None  # pods; None: not known yet
+        departed = Departed(lambda: (FIRST.uuid, OTHER.uuid), self.pods, lambda: self.known)
+        self.lingering = Lingering(
+            lambda: dict(self.held), self.processes, self.owners, self.kubelet.cell, departed
+        )
 
     async def processes(self, gpus: Collection[str]) -> Mapping[str, Collection[int]]:
         self.looks += 1
@@ -33,6 +37,9 @@ class Host:
     def owners(self, pids: Iterable[int]) -> Mapping[int, ContainerRef | None]:
         every = {pid: uid for found in self.pids.values() for pid, uid in found.items()}
         return {pid: ContainerRef(every[pid], "") if every[pid] else None for pid in pids}
+
+    def pods(self, pids: Iterable[int]) -> Mapping[int, str]:
+        return {pid: owner.pod_uid for pid, owner in self.owners(pids).items() if owner}
 
     def start(self, pod: str, gpu: str) -> None:
         self.held[f"uid-{pod}"] = frozenset({gpu})
@@ -158,6 +165,37 @@ def test_a_driver_that_does_not_say_holds_nothing_up_for_long() -> None:
             ended = anyio.current_time()
             await node.reach("vgpu")
             assert anyio.current_time() - ended < (MOST_FAILURES + 1) * LOOK_SECONDS
+            group.cancel_scope.cancel()
+
+    run()
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_process_whose_pod_ended_before_the_agent_began_keeps_its_gpu() -> None:
+    @in_virtual_time
+    async def run() -> None:
+        host = Host()
+        host.pids[FIRST.uuid] = {7: "uid-forced", 8: ""}
+        host.pids[OTHER.uuid] = {9: "", 10: "uid-monitor", 11: "uid-new"}
+        async with (
+            anyio.create_task_group() as group,
+            switching(FIRST, OTHER, kubelet=host.kubelet, first=Mode.PGPU, lingering=host.lingering) as node,
+        ):
+            group.start_soon(host.lingering.run)
+            await node.reach("pgpu", "pgpu")
+            await anyio.sleep(60)
+            assert not host.lingering.found  # whose they are is not known yet
+            host.known = frozenset({"uid-monitor"})
+            await node.reach("pgpu-", "pgpu-")
+            host.known |= {"uid-new"}  # the watch shows a pod after its first process
+            await node.reach("pgpu-", "pgpu")
+            await anyio.sleep(60)
+            assert "7 of pod uid-forced" in node.switcher.state.value.message
+            host.pids[FIRST.uuid] = {8: ""}
+            await node.reach("pgpu", "pgpu")
+            host.pids[OTHER.uuid][12] = "uid-later"  # of pods that come later nothing follows
+            await anyio.sleep(60)
+            assert list(node.modes()) == ["pgpu", "pgpu"]
             group.cancel_scope.cancel()
 
     run()

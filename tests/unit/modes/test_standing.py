@@ -5,7 +5,6 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from agent.inventory.snapshot import GpuState
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import Mode
@@ -79,12 +78,10 @@ async def test_refuse_does_not_stand_in_the_way_of_what_is_in_force() -> None:
         await settle(node, Phase.APPLIED)
 
 
-def _no_mps(_: GpuState, mode: Mode) -> str | None:
-    return "nvidia-cuda-mps-control is missing" if mode is Mode.MPS else None
-
-
 async def test_a_mode_that_no_gpu_can_be_sold_in_changes_nothing() -> None:
-    async with switching(gpu(0), first=Mode.PGPU, gate=_no_mps) as node:
+    daemon = Daemon()
+    daemon.problem = "nvidia-cuda-mps-control is missing"
+    async with switching(gpu(0), first=Mode.PGPU, wings={Mode.MPS: daemon}) as node:
         await node.reach("pgpu")
         node.want(Mode.MPS)
         await settle(node, Phase.BLOCKED)
@@ -110,7 +107,7 @@ class SlowDaemon(Daemon):
 
 async def test_gpus_are_torn_down_side_by_side() -> None:
     daemon = SlowDaemon(3)
-    async with switching(gpu(0), gpu(1), gpu(2), first=Mode.MPS, backends={Mode.MPS: daemon}) as node:
+    async with switching(gpu(0), gpu(1), gpu(2), first=Mode.MPS, wings={Mode.MPS: daemon}) as node:
         await node.reach("mps", "mps", "mps")
         node.want(Mode.PGPU)
         await node.reach("pgpu", "pgpu", "pgpu")
@@ -120,7 +117,7 @@ async def test_gpus_are_torn_down_side_by_side() -> None:
 
 async def test_a_change_of_mind_during_a_tear_down_ends_in_the_newest_mode() -> None:
     daemon = SlowDaemon(2)
-    async with switching(gpu(0), first=Mode.MPS, backends={Mode.MPS: daemon}) as node:
+    async with switching(gpu(0), first=Mode.MPS, wings={Mode.MPS: daemon}) as node:
         await node.reach("mps")
         node.want(Mode.PGPU)
         await anyio.sleep(0.05)
@@ -199,7 +196,7 @@ def test_a_remembered_request_means_what_it_meant() -> None:
 async def test_a_switcher_that_failed_goes_on_where_it_was() -> None:
     daemon = Daemon()
     daemon.gate = anyio.Event()
-    async with switching(gpu(0), backends={Mode.MPS: daemon}, run=False) as node:
+    async with switching(gpu(0), wings={Mode.MPS: daemon}, run=False) as node:
         async with anyio.create_task_group() as group:
             group.start_soon(node.switcher.run)
             node.want(Mode.MPS)

@@ -11,8 +11,9 @@ import pytest
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet import service as service_module
-from agent.kubelet.podresources import LIST_SECONDS, PodList
+from agent.kubelet.podresources import LIST_SECONDS
 from agent.kubelet.service import DevicePluginService
+from agent.model.holding import Record
 from agent.model.modes import Mode
 from agent.model.node_layout import Entry, everywhere
 from agent.modes.desired import Desired
@@ -153,7 +154,7 @@ async def test_modes_side_by_side_and_a_gpu_in_mig_mode_left_out() -> None:
 async def test_a_mode_is_sold_only_once_it_is_set_up_and_torn_down_before_the_next() -> None:
     daemon = Daemon()
     daemon.gate = anyio.Event()
-    async with switching(gpu(0), backends={Mode.MPS: daemon}) as node:
+    async with switching(gpu(0), wings={Mode.MPS: daemon}) as node:
         node.want(Mode.MPS)
         while not daemon.log:
             await anyio.sleep(0.005)
@@ -169,7 +170,7 @@ async def test_a_mode_is_sold_only_once_it_is_set_up_and_torn_down_before_the_ne
 async def test_a_failed_set_up_goes_back_and_is_tried_again() -> None:
     daemon = Daemon()
     daemon.fail = "nvidia-cuda-mps-control did not start; see control.log"
-    async with switching(gpu(0), first=Mode.PGPU, backends={Mode.MPS: daemon}) as node:
+    async with switching(gpu(0), first=Mode.PGPU, wings={Mode.MPS: daemon}) as node:
         await node.reach("pgpu")
         node.want(Mode.MPS)
         await settle(node, Phase.FAILED)
@@ -183,7 +184,7 @@ async def test_a_failed_set_up_goes_back_and_is_tried_again() -> None:
 async def test_a_change_of_mind_during_a_set_up_ends_in_the_newest_mode() -> None:
     daemon = Daemon()
     daemon.gate = anyio.Event()
-    async with switching(gpu(0), backends={Mode.MPS: daemon}) as node:
+    async with switching(gpu(0), wings={Mode.MPS: daemon}) as node:
         node.want(Mode.MPS)
         while not daemon.log:
             await anyio.sleep(0.005)
@@ -320,7 +321,7 @@ async def test_slow_reading_keeps_grants(monkeypatch: pytest.MonkeyPatch) -> Non
 
         slow, began = 0.0, -math.inf
 
-        async def refresh(self) -> PodList | None:
+        async def refresh(self) -> Record | None:
             known, began = self.cell.value, anyio.current_time()
             if self.slow:
                 seconds, self.slow = self.slow, 0.0

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.mps import clients as module
 from agent.mps.clients import ClientWatch, Overview, kept_apart
 from agent.mps.daemon_manager import DaemonManager
@@ -71,7 +71,7 @@ class Scene:
         self._proc = proc
         self.watch = ClientWatch(
             cast("DaemonManager", manager),
-            Cell(PodList(held, ())),
+            Cell(Record(held, ())),
             lambda: self.pods,
             dict,
             lambda *_: None,

@@ -7,10 +7,10 @@ from typing import Any, cast
 import msgspec
 
 from agent.cluster.cgroup_uids import CgroupUids
-from agent.cluster.pods import Pod
-from agent.cluster.reflector import Metadata
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
+from agent.model.metadata import Metadata
+from agent.model.pod import Pod
 from agent.mps.daemon_status import EventReason
 from agent.mps.events import MpsEvents
 from agent.mps.pods import PodFacts, pod_facts
@@ -32,7 +32,7 @@ def events_of(told: list[tuple[str, str, bool]], *holders: str) -> tuple[MpsEven
     node = wing_node(
         load(None, {}),
         snapshot=Cell(snapshot),
-        holdings=SimpleNamespace(cell=Cell(PodList(held, ()))),
+        holdings=SimpleNamespace(cell=Cell(Record(held, ()))),
         cluster=SimpleNamespace(events=recorder),
     )
     return MpsEvents(node, lambda: pods), uuid

@@ -12,10 +12,11 @@ from agent.injection.inject import InjectionChoice, Injector, NodeSoftware
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Reason, Refused
-from agent.kubelet.podresources import Holding, PodList
-from agent.model.demand import MPS, WAITING_FOR_GPU, Container, Pod
+from agent.model.demand import MPS, WAITING_FOR_GPU
+from agent.model.holding import Holding, Record, Source
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.pod import Container, Pod
 from agent.mps import plugin as mps
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.plugin import Conditions, MpsPlugin
@@ -23,6 +24,7 @@ from agent.mps.pods import RootCheck
 from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PodSource, Recorder
 from agent.settings import Settings, load
+from tests.pods import a_pod
 from tests.unit.pairing.kubelet_model import machine
 from tests.wing_node import wing_node
 
@@ -56,18 +58,17 @@ class Lister:
 
     def __init__(self) -> None:
         self.holdings: list[Holding] = []
-        self.cell: Cell[PodList | None] = Cell(None)
+        self.cell: Cell[Record | None] = Cell(None)
 
-    async def look(self, deadline: float = 2.0) -> PodList:
+    async def look(self, deadline: float = 2.0) -> Record:
         del deadline
-        return PodList(
-            tuple(self.holdings), tuple({(h.namespace, h.pod, h.container) for h in self.holdings})
-        )
+        return Record(tuple(self.holdings), tuple({(h.namespace, h.pod, h.container) for h in self.holdings}))
 
     def hold(self, pod: str, gpu: str, cores: range, memory: range, container: str = "main") -> None:
         for resource, mark, numbers in ((MPS.core, "sc", cores), (MPS.memory, "sm", memory)):
+            source = Source.LISTED if container == "main" else Source.CHECKPOINT
             if ids := tuple(f"{gpu}::{mark}{number}" for number in numbers):
-                self.holdings.append(Holding("default", pod, container, resource, ids, container == "main"))
+                self.holdings.append(Holding("default", pod, container, resource, ids, source))
 
 
 class Node:
@@ -216,7 +217,7 @@ async def test_container_waits_for_its_daemon(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_pod_whose_container_cannot_start_is_told_why() -> None:
-    pod = Pod("default", "p", (Container("main", {MPS.core: 10}),), uid="u")
+    pod = a_pod("default", "p", (Container("main", {MPS.core: 10}),), uid="u")
     told: list[tuple[Pod, str, str]] = []
 
     class Pods(PodSource):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.holdings.owners import container_of_process, pods_of_processes
+from agent.holdings.owners import container_of_process, pods_of_processes, pods_of_strangers
 from agent.kit import bounded
 from agent.mps import processes
 from agent.mps.binary import CONTROL
@@ -80,6 +80,11 @@ def test_processes_are_of_a_pod_of_none_or_ours(tmp_path: Path) -> None:
     assert pods_of_processes(pids, tmp_path) is None
     (tmp_path / "2" / "comm").write_text("kthreadd\n")
     assert pods_of_processes(pids, tmp_path) == {41: "", 42: other, 43: other}
+    # An agent's pod that is gone may have left an MPS server; 42 has ended since.
+    (tmp_path / "43" / "comm").write_text("python3\n")
+    assert pods_of_strangers(pids, tmp_path) == {43: other}
+    (tmp_path / "43" / "comm").write_text("nvidia-cuda-mps\n")
+    assert pods_of_strangers(pids, tmp_path) == {}
 
 
 def test_the_user_of_a_process_is_what_it_acts_as(tmp_path: Path) -> None:

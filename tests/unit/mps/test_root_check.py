@@ -5,22 +5,22 @@ from typing import Any, cast
 
 import pytest
 
-from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources, SecurityContext
-from agent.cluster.reflector import Metadata
 from agent.kubelet.plugin_types import Refused
 from agent.model.demand import MPS
 from agent.model.ledger import PairMember
+from agent.model.metadata import Metadata
+from agent.model.pod import ContainerSpec, Pod, PodSpec, PodStatus, Requirements, SecurityContext
 from agent.mps.pods import RootCheck
 from tests.unit.mps.test_plugin import Node
 
 NOBODY = SecurityContext(run_as_user=65534)
 
 
-def container(name: str, cores: int, user: SecurityContext | None = NOBODY) -> Container:
-    return Container(name, Resources({MPS.core: str(cores)}), security_context=user)
+def container(name: str, cores: int, user: SecurityContext | None = NOBODY) -> ContainerSpec:
+    return ContainerSpec(name, Requirements({MPS.core: str(cores)}), security_context=user)
 
 
-def pod(name: str, *init: Container, main: Container, phase: str = "Pending") -> Pod:
+def pod(name: str, *init: ContainerSpec, main: ContainerSpec, phase: str = "Pending") -> Pod:
     spec = PodSpec([main], list(init))
     return Pod(Metadata(uid=name, name=name, namespace="default"), spec, PodStatus(phase=phase))
 
@@ -47,7 +47,7 @@ async def test_a_root_init_container_does_not_start_on_cores_that_its_successor_
     ):
         await core.pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10)])
     # One that asks for no cores reaches no daemon.
-    plain = Container("prepare", security_context=SecurityContext(run_as_user=0))
+    plain = ContainerSpec("prepare", security_context=SecurityContext(run_as_user=0))
     core._root_check = check(pod("p", plain, main=container("main", 10)))
     await core.pre_start([f"{node.uuids[0]}::sc{number}" for number in range(10)])
 

@@ -1,9 +1,8 @@
 """The agent's own CDI specification."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import anyio
 import pytest
@@ -12,8 +11,13 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.ledger import PairMember
 from agent.model.mount import Mount
+from agent.modes.desired import catalog_of
 from agent.mps import shares_cdi
+from agent.mps.daemon_manager import DaemonManager
+from agent.settings import load
+from tests.unit.mps.test_plugin import FakeDaemons
 from tests.unit.pairing.kubelet_model import machine
+from tests.wing_node import wing_node
 
 UUID = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 MOUNTS = {
@@ -22,7 +26,7 @@ MOUNTS = {
 
 
 def test_each_half_names_devices_of_its_own_that_exist() -> None:
-    content = shares_cdi.specification(MOUNTS, "/run/gpu-node-agent/mps", most_memory=139)
+    content = shares_cdi.specification(MOUNTS, most_memory=139)
     devices: list[dict[str, object]] = content["devices"]  # type: ignore[assignment]
     names = {f"{content['kind']}={device['name']}" for device in devices}
     assert len(names) == len(devices) == 1 + 100 + 139
@@ -33,7 +37,7 @@ def test_each_half_names_devices_of_its_own_that_exist() -> None:
 
 
 def test_edits_carry_the_caps_and_the_daemons_folders() -> None:
-    content = shares_cdi.specification(MOUNTS, "/run/gpu-node-agent/mps", most_memory=2)
+    content = shares_cdi.specification(MOUNTS, most_memory=2)
     edits = {device["name"]: device["containerEdits"] for device in content["devices"]}  # type: ignore[attr-defined]
     assert edits["mps-core-15"] == {"env": ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=15"]}
     assert edits["mps-memory-2"] == {"env": ["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=2G"]}
@@ -57,17 +61,20 @@ def test_file_is_replaced_in_one_step_and_readable_by_all(tmp_path: Path) -> Non
     assert [each.name for each in folder.iterdir()] == ["gpu-node-agent.json"]
 
 
+class Daemons(FakeDaemons):
+    """Daemons with the shared memory of all pods below one folder."""
+
+    folder = "/host/shm"
+
+    def shared_memory(self, uuid: str) -> str:
+        return f"{self.folder}/{uuid}"
+
+
 async def test_keeper_follows_the_gpus_and_never_empties_the_file(tmp_path: Path) -> None:
     inventory: Cell[Snapshot] = Cell(Snapshot())
-    changes: Cell[Mapping[str, Any]] = Cell({})
-    source = ["/host/shm"]
-
-    def mounts_of(uuid: str) -> tuple[Mount, ...]:
-        return (Mount("/dev/shm", f"{source[0]}/{uuid}"),)
-
-    keeper = shares_cdi.ShareSpecificationKeeper(
-        tmp_path, inventory, changes, mounts_of, "/pipe", lambda: True
-    )
+    daemons = Daemons()
+    node = wing_node(load(None, {}, [f"host.cdi={tmp_path}"]), snapshot=inventory)
+    keeper = shares_cdi.ShareSpecificationKeeper(node, cast("DaemonManager", daemons))
     path = anyio.Path(tmp_path / "gpu-node-agent.json")
     await path.write_text("what the agent before wrote")
 
@@ -86,8 +93,8 @@ async def test_keeper_follows_the_gpus_and_never_empties_the_file(tmp_path: Path
         assert all(f"mps-{state.uuid}" in found for state in inventory.value.gpus)
         assert "mps-memory-9" in found  # 10 GiB, one of them for the server
         assert "mps-memory-10" not in found
-        source[0] = "/elsewhere"
-        changes.publish({"a": "daemon without a namespace of its own"})
+        daemons.folder = "/elsewhere"
+        daemons.set("a daemon without a namespace of its own")
         assert "/host/shm" not in await holding("/elsewhere")
         group.cancel_scope.cancel()
 
@@ -95,14 +102,12 @@ async def test_keeper_follows_the_gpus_and_never_empties_the_file(tmp_path: Path
 async def test_without_shares_the_folder_is_left_alone(tmp_path: Path) -> None:
     """As the chart mounts it without MPS: read-only."""
     inventory: Cell[Snapshot] = Cell(machine(gpus=2, blocks=40))
-    changes: Cell[Mapping[str, Any]] = Cell({})
-    allowed = False
     folder = tmp_path / "cdi"
-    keeper = shares_cdi.ShareSpecificationKeeper(
-        folder, inventory, changes, lambda _: (), "/pipe", lambda: allowed
-    )
+    settings = load(None, {}, [f"host.cdi={folder}", "modes.mps=false"])
+    node = wing_node(settings, snapshot=inventory)
+    keeper = shares_cdi.ShareSpecificationKeeper(node, cast("DaemonManager", FakeDaemons()))
     await keeper.keep()
     assert not folder.exists()
-    allowed = True  # by a changed configuration
+    node.desired.use(catalog_of(load(None, {}, ["host.run=/run/gna"])))  # by a changed configuration
     await keeper.keep()
     assert (folder / "gpu-node-agent.json").exists()

@@ -7,7 +7,7 @@ import anyio
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.node import holders_annotation
 from agent.node.holders_annotation import HOLDERS, MOST_HOLDERS, digest, text_of
@@ -26,7 +26,7 @@ def held(pod: str, cores: int, blocks: int) -> list[Holding]:
 
 
 def test_amounts_of_each_gpu_and_no_names() -> None:
-    pods = PodList((*held("chat", 30, 16), Holding("secret", "train", "x", "y", ("GPU-00000001",))), ())
+    pods = Record((*held("chat", 30, 16), Holding("secret", "train", "x", "y", ("GPU-00000001",))), ())
     found = text_of(
         snapshot_of(gpu(0), gpu(1)),
         modes(GpuMode(Mode.VGPU), GpuMode(Mode.PGPU)),
@@ -48,7 +48,7 @@ def test_amounts_of_each_gpu_and_no_names() -> None:
 
 def test_it_stays_small_whatever_the_number_of_holders() -> None:
     names = [f"p{number}" for number in range(100)]
-    pods = PodList(
+    pods = Record(
         tuple(Holding("n", name, "c", "r", (f"{FIRST}::c{at}",)) for at, name in enumerate(names)), ()
     )
     uids = {("n", name): name for name in names}
@@ -61,7 +61,7 @@ def test_it_stays_small_whatever_the_number_of_holders() -> None:
 
 @in_virtual_time
 async def test_an_old_record_is_marked_and_bursts_are_one_write() -> None:
-    record: Cell[PodList | None] = Cell(None)
+    record: Cell[Record | None] = Cell(None)
     snapshot: Cell[Snapshot] = Cell(snapshot_of(gpu(0)))
     assignment: Cell[Assignment] = Cell(modes(GpuMode(Mode.VGPU)))
     notes: Cell[Mapping[str, str]] = Cell({"other": "kept"})
@@ -70,7 +70,7 @@ async def test_an_old_record_is_marked_and_bursts_are_one_write() -> None:
         await anyio.sleep(10)
         assert notes.value == {"other": "kept"}
         for cores in range(1, 20):
-            record.publish(PodList(tuple(held("a", cores, 1)), ()))
+            record.publish(Record(tuple(held("a", cores, 1)), ()))
             await anyio.sleep(0.01)
         before = notes.version
         await anyio.sleep(10)
@@ -80,7 +80,7 @@ async def test_an_old_record_is_marked_and_bursts_are_one_write() -> None:
         record.publish(None)
         await anyio.sleep(10)
         assert json.loads(notes.value[HOLDERS])["lost"]
-        record.publish(PodList((), ()))
+        record.publish(Record((), ()))
         await anyio.sleep(10)
         assert json.loads(notes.value[HOLDERS]) == {
             "v": 1,

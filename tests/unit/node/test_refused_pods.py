@@ -6,14 +6,14 @@ import anyio
 import pytest
 
 from agent.cluster.event_recorder import Event
-from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources
-from agent.cluster.reflector import Metadata, OwnerReference
 from agent.kit.cell import Cell
+from agent.model.metadata import Metadata, OwnerReference
+from agent.model.pod import ContainerSpec, Pod, PodSpec, PodStatus, Requirements
 from agent.node import refused_pods
 
 
 def pod(reason: str, resource: str = "nvidia.com/gpu", phase: str = "Failed", **more: Any) -> Pod:
-    spec = PodSpec([Container("main", Resources({resource: "1"}))])
+    spec = PodSpec([ContainerSpec("main", Requirements({resource: "1"}))])
     return Pod(Metadata("p", "team", "uid-1", **more), spec, PodStatus(phase, reason, "no GPU\n is free"))
 
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import msgspec
 
-from agent.cluster.pods import Container, Pod, PodSpec, PodStatus, Resources, convert
-from agent.cluster.reflector import Metadata
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
+from agent.model.metadata import Metadata
+from agent.model.pod import ContainerSpec, Pod, PodSpec, PodStatus, Requirements
 from agent.node.unadmitted_pods import unadmitted
 
 CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
 
 
 def pod(name: str, *resources: str, phase: str = "Pending", deleted: str | None = None) -> Pod:
-    container = Container("main", Resources(dict.fromkeys(resources, "1")))
+    container = ContainerSpec("main", Requirements(dict.fromkeys(resources, "1")))
     metadata = Metadata(name=name, namespace="default", uid=f"u-{name}", deletion_timestamp=deleted)
     return Pod(metadata, PodSpec([container]), PodStatus(phase))
 
@@ -31,13 +31,13 @@ class Node:
     def known(self) -> Mapping[str, Pod]:
         return self.pods
 
-    async def refresh(self) -> PodList | None:
+    async def refresh(self) -> Record | None:
         self.reads += 1
         if self.late:
             self.pods[self.late.metadata.uid] = self.late
         if self.held is None:
             return None
-        return PodList(tuple(Holding("default", name, "main", kind, ("x",)) for name, kind in self.held), ())
+        return Record(tuple(Holding("default", name, "main", kind, ("x",)) for name, kind in self.held), ())
 
     async def unadmitted(self) -> frozenset[str]:
         return await unadmitted(self.known, lambda: {CORE, MEMORY}, self.refresh)
@@ -75,16 +75,16 @@ async def test_a_pod_that_was_bound_meanwhile_counts() -> None:
 async def test_limit_of_zero_waits_for_nothing() -> None:
     zero = Pod(
         Metadata("zero", "default", "u-zero"),
-        PodSpec([Container("main", Resources({CORE: "0", MEMORY: "0k", "cpu": "1"}))]),
+        PodSpec([ContainerSpec("main", Requirements({CORE: "0", MEMORY: "0k", "cpu": "1"}))]),
         PodStatus("Pending"),
     )
     node = Node(zero)
     assert await node.unadmitted() == set()
     assert node.reads == 0
-    assert not convert(zero).devices
+    assert not zero.devices
     # Beside one that it waits for it is no second one.
     both = msgspec.structs.replace(
-        zero, spec=PodSpec([Container("main", Resources({CORE: "1", MEMORY: "0"}))])
+        zero, spec=PodSpec([ContainerSpec("main", Requirements({CORE: "1", MEMORY: "0"}))])
     )
     node = Node(both)
     assert await node.unadmitted() == {"u-zero"}
@@ -114,7 +114,7 @@ async def test_what_comes_by_dra_is_waited_for_by_nobody() -> None:
     waits = msgspec.convert(text, Pod)
     node = Node(waits)
     assert await node.unadmitted() == {"u-dra"}  # for what the other container lacks
-    assert [each.limits for each in convert(waits).containers] == [{}, {MEMORY: 1}]
+    assert [each.limits for each in waits.containers] == [{}, {MEMORY: 1}]
     del text["spec"]["containers"][1]
     node = Node(msgspec.convert(text, Pod))
     assert await node.unadmitted() == set()

@@ -7,24 +7,28 @@ in random order, units of plain init containers handed on unasked, short prefere
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
-from agent.holdings.record import Record, View, join
+from agent.holdings.record import Evidence, View, join
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Refused
-from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
+from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.lists.shared_pair import SharedPair, Sharing
-from agent.model.demand import VGPU, Container, Pod, Stage
+from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
+from agent.model.holding import Holding, Record
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
+from agent.model.pod import Container, Pod, Stage
 from agent.model.units import ResourcePair
 from agent.pairing.pair_rules import Grant, PairRules
 from agent.pairing.pairing import Pairing
 from agent.pairing.pod_access import PairRefused, PodSource, PodsUnavailable
 from agent.pairing.requester import resource_of
 from agent.pairing.resolver import RequesterResolver
+from tests.pods import a_pod, changed
 
 Key = tuple[str, str]
 
@@ -37,9 +41,9 @@ def share(
     return Container(name, {resource: count for resource, count in limits.items() if count}, stage)
 
 
-def pod(name: str, *containers: Container, **traits: object) -> Pod:
+def pod(name: str, *containers: Container, **traits: Any) -> Pod:
     """A waiting pod of the namespace `default`."""
-    return replace(Pod("default", name, containers, uid=f"uid-{name}"), **traits)  # type: ignore[arg-type]
+    return changed(a_pod("default", name, containers, uid=f"uid-{name}"), **traits)
 
 
 def machine(gpus: int, blocks: int) -> Snapshot:
@@ -104,16 +108,16 @@ class KubeletModel(PodSource):
         self.heard: set[Key] | None = None
         self._last_heard: set[Key] | None = None  # at the last reading: another set is another kubelet's
         self.offers_held = False  # the race of kubernetes PR 137534: it has lost sight of what is in use
-        self.cell: Cell[PodList | None] = Cell(None)
+        self.cell: Cell[Record | None] = Cell(None)
         self.grants: list[Grant] = []
         self.now = 0.0
-        self.policy = Policy.BINPACK
-        self._record = Record()
+        self.policy = PlacementPolicy.BINPACK
+        self._record = Evidence()
         self.start_agent()
 
     # What the agent reads
 
-    async def look(self, deadline: float = 1.0) -> PodList:
+    async def look(self, deadline: float = 1.0) -> Record:
         """The record, of PodResources and the checkpoint."""
         self.lists += 1
         if not self.records_readable:
@@ -141,7 +145,7 @@ class KubeletModel(PodSource):
         self.cell.publish(await self.look())
         self.shares.refresh()
 
-    def _listed(self) -> PodList:
+    def _listed(self) -> Record:
         """PodResources List: plain init containers are left out."""
         holdings: list[Holding] = []
         containers: list[tuple[str, str, str]] = []
@@ -156,7 +160,7 @@ class KubeletModel(PodSource):
                     resource = resource_of(self.pair, member)
                     if ids := admission.held.get((container.name, resource)):
                         holdings.append(Holding(namespace, name, container.name, resource, tuple(ids)))
-        return PodList(tuple(holdings), tuple(containers))
+        return Record(tuple(holdings), tuple(containers))
 
     def pods_on_node(self) -> Collection[Pod]:
         """The watch's copy."""
@@ -172,8 +176,8 @@ class KubeletModel(PodSource):
 
     def start_agent(self) -> None:
         """A new process that remembers nothing."""
-        self._record = Record()
-        resolver = RequesterResolver(self.pair, self, self)
+        self._record = Evidence()
+        resolver = RequesterResolver(self.pair, cast("Any", self), self)
         self.pairing = Pairing(PairRules(self.pair, self.policy), resolver, clock=lambda: self.now)
         sharing = Sharing(self.pair, self.mode)
         self.shares = SharedPair(sharing, self.inventory, self.modes, self.pairing, self.cell)
@@ -211,9 +215,9 @@ class KubeletModel(PodSource):
             await self._containers(admission, interrupt)
         except (PairRefused, Refused, AgentKilled):
             del self.taken_up[new.key]
-            self.api[new.key] = replace(new, phase="Failed")
+            self.api[new.key] = changed(new, phase="Failed")
             raise
-        self.api[new.key] = replace(new, phase="Running")
+        self.api[new.key] = changed(new, phase="Running")
 
     async def _containers(self, admission: Admission, interrupt: Callable[[int], None]) -> None:
         reusable: dict[str, frozenset[str]] = {}

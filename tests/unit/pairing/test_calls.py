@@ -3,8 +3,8 @@
 import anyio
 import pytest
 
-from agent.kubelet.podresources import PodList
 from agent.model.demand import Demand
+from agent.model.holding import Record
 from agent.model.ledger import PairMember
 from agent.pairing.pod_access import Cause, PairRefused
 from tests.unit.pairing.asking import first, index
@@ -204,7 +204,7 @@ async def no_more_than_15_are_set_aside(kubelet: KubeletModel) -> None:
 def slow_to_list(kubelet: KubeletModel) -> None:
     look = kubelet.look
 
-    async def slow(deadline: float = 1.0) -> PodList:
+    async def slow(deadline: float = 1.0) -> Record:
         kubelet.now += 12.0
         return await look(deadline)
 

@@ -9,8 +9,9 @@ import pytest
 
 from agent.cluster.access import PATH, lacks_right
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable
-from agent.model.demand import Container, Pod
+from agent.model.pod import Container
 from agent.pairing.cluster_pods import DENIED_LONGEST_SECONDS, DENIED_SECONDS, ClusterRecorder
+from tests.pods import a_pod
 from tests.virtual_time import in_virtual_time
 
 FORBIDDEN = ApiRefused(403, "pods is forbidden")
@@ -49,7 +50,7 @@ class Rig:
         self.recorder = ClusterRecorder(self.api, None, True)  # type: ignore[arg-type]
 
     def choose(self, name: str, container: str = "a", *, last: bool = True) -> None:
-        pod = Pod("ns", name, (Container("a"), Container("b")), uid=f"uid-{name}")
+        pod = a_pod("ns", name, (Container("a"), Container("b")), uid=f"uid-{name}")
         self.recorder.chosen(pod, container, [1], last=last)
 
 

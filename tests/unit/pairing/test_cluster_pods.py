@@ -1,7 +1,6 @@
 """Pods and their owners by way of the Kubernetes API: what is read of a pod, and what is written back."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -11,15 +10,14 @@ import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
 from agent.cluster.event_recorder import Event
-from agent.cluster.pods import Pod as ApiPod
-from agent.cluster.pods import convert
-from agent.model.demand import Container, Pod, Stage
+from agent.model.pod import Container, Pod, Stage
 from agent.pairing import cluster_pods
 from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
 from agent.pairing.pod_access import PodsUnavailable
+from tests.pods import a_pod, changed
 
 
-def api_pod(uid: str = "u", **metadata: object) -> ApiPod:
+def api_pod(uid: str = "u", **metadata: object) -> Pod:
     limits = {"cpu": "500m", "tencent.com/vcuda-core": "30", "tencent.com/vcuda-memory": "1k", "x/y": "0.5"}
     document = {
         "metadata": {"name": "p", "namespace": "ns", "uid": uid, "annotations": {"a": "b"}, **metadata},
@@ -29,29 +27,29 @@ def api_pod(uid: str = "u", **metadata: object) -> ApiPod:
         },
         "status": {"phase": "Running"},
     }
-    return msgspec.json.decode(json.dumps(document).encode(), type=ApiPod)
+    return msgspec.json.decode(json.dumps(document).encode(), type=Pod)
 
 
 class Cache:
     """A watch cache with what a test puts in."""
 
     def __init__(self) -> None:
-        self.items: dict[str, ApiPod] = {}
+        self.items: dict[str, Pod] = {}
         self.problem: Exception | None = None
 
-    def pods(self) -> dict[str, ApiPod]:
+    def pods(self) -> dict[str, Pod]:
         return self.items
 
-    async def get(self, namespace: str, name: str) -> ApiPod | None:
+    async def get(self, namespace: str, name: str) -> Pod | None:
         if self.problem:
             raise self.problem
         return next((pod for pod in self.items.values() if pod.metadata.name == name), None)
 
 
 def test_a_pod_is_read_in_the_order_of_its_admission() -> None:
-    pod = convert(api_pod())
+    pod = api_pod()
     assert pod.key == ("ns", "p")
-    assert (pod.uid, pod.phase, pod.ending, pod.annotations) == ("u", "Running", False, {"a": "b"})
+    assert (pod.uid, pod.status.phase, pod.ending, pod.annotations) == ("u", "Running", False, {"a": "b"})
     assert [(each.name, each.stage) for each in pod.containers] == [
         ("init", Stage.INIT),
         ("sidecar", Stage.SIDECAR),
@@ -63,7 +61,7 @@ def test_a_pod_is_read_in_the_order_of_its_admission() -> None:
 
 
 def test_a_pod_under_deletion_is_ending() -> None:
-    assert convert(api_pod(deletionTimestamp="2026-01-01T00:00:00Z")).ending
+    assert api_pod(deletionTimestamp="2026-01-01T00:00:00Z").ending
 
 
 def test_pods_are_converted_once_per_change() -> None:
@@ -110,7 +108,7 @@ class Events:
         self.emitted.append(event)
 
 
-POD = Pod("ns", "p", (Container("init", {}, Stage.INIT), Container("a"), Container("b")), uid="u")
+POD = a_pod("ns", "p", (Container("init", {}, Stage.INIT), Container("a"), Container("b")), uid="u")
 
 
 async def recorded(api: Api, *choices: tuple[str, list[int]], write: bool = True) -> None:
@@ -222,7 +220,7 @@ async def test_only_so_many_refused_choices_are_kept() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(recorder.run)
         for number in range(cluster_pods.WAITING_PATCHES + 5):
-            recorder.chosen(replace(POD, uid=f"u{number}"), "a", [1], last=False)
+            recorder.chosen(changed(POD, uid=f"u{number}"), "a", [1], last=False)
             await anyio.wait_all_tasks_blocked()
         group.cancel_scope.cancel()
     assert len(recorder._refused) == cluster_pods.WAITING_PATCHES
@@ -238,7 +236,7 @@ async def test_only_so_many_choices_wait() -> None:
     api = Api()
     recorder = ClusterRecorder(api, Events(), True)  # type: ignore[arg-type]
     for number in range(cluster_pods.WAITING_PATCHES + 5):
-        recorder.chosen(replace(POD, uid=f"u{number}"), "a", [1], last=False)
+        recorder.chosen(changed(POD, uid=f"u{number}"), "a", [1], last=False)
     async with anyio.create_task_group() as group:
         group.start_soon(recorder.run)
         await anyio.wait_all_tasks_blocked()

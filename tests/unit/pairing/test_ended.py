@@ -7,8 +7,10 @@ import anyio
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import View
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList, PodResources
-from agent.model.demand import VGPU, Container
+from agent.kubelet.podresources import PodResources
+from agent.model.demand import VGPU
+from agent.model.holding import Record
+from agent.model.pod import Container
 from tests.component.kubelet_room.parts import eventually
 from tests.unit.pairing.kubelet_model import KubeletModel, pod
 
@@ -21,7 +23,7 @@ async def test_a_pod_that_ended_at_once_keeps_no_gpu_off_the_lists() -> None:
     await kubelet.admit(short)
     assert kubelet.pairing.ledger.reservations
     # The API server shows its end before the record was read again.
-    kubelet.cell.publish(PodList((), (), frozenset({short.uid})))
+    kubelet.cell.publish(Record((), (), frozenset({short.uid})))
     kubelet.shares.refresh()
     assert kubelet.pairing.ledger.reservations == ()
 
@@ -29,7 +31,7 @@ async def test_a_pod_that_ended_at_once_keeps_no_gpu_off_the_lists() -> None:
 async def test_promises_to_pods_that_live_stay() -> None:
     kubelet = KubeletModel(gpus=2)
     await kubelet.admit(pod("lives", WHOLE))
-    kubelet.cell.publish(PodList((), (), frozenset({"another"})))
+    kubelet.cell.publish(Record((), (), frozenset({"another"})))
     kubelet.shares.refresh()
     assert [each.pod.name for each in kubelet.pairing.ledger.reservations] == ["lives"]
 

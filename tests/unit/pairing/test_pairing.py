@@ -1,15 +1,16 @@
 """Pairing in cases that chance seldom brings: odd requests, hints, policies, init containers, a restart."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
-from agent.model.demand import MPS, Container, Pod, Stage
+from agent.model.demand import MPS
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
-from agent.model.placement import ASSIGNED, Policy
+from agent.model.placement import ASSIGNED, PlacementPolicy
+from agent.model.pod import Container, Pod, Stage
 from agent.pairing.pod_access import Cause, PairRefused
+from tests.pods import changed
 from tests.unit.pairing.asking import Told, index, told
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share, undisturbed
 
@@ -94,7 +95,7 @@ async def test_mps_pairs_are_told_apart_by_the_same_code() -> None:
 
 async def test_spread_is_a_policy_of_the_node_too() -> None:
     kubelet = KubeletModel(gpus=2)
-    kubelet.policy = Policy.SPREAD
+    kubelet.policy = PlacementPolicy.SPREAD
     kubelet.start_agent()
     for name in ("a", "b"):
         await kubelet.admit(pod(name, share("main", 10, 5)), undisturbed)
@@ -146,7 +147,7 @@ async def test_second_container_follows_the_choice() -> None:
         def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
             super().chosen(pod, container, indices, last=last)
             mine = {"tencent.com/predicate-gpu-idx-0": "1"} | ({ASSIGNED: "true"} if last else {})
-            kubelet.api[pod.key] = replace(pod, annotations={**pod.annotations, **mine})
+            kubelet.api[pod.key] = changed(pod, annotations={**pod.annotations, **mine})
 
     recorder = kubelet.pairing._recorder = Written()
     await kubelet.admit(two)

@@ -1,18 +1,19 @@
 """Finding out who asks where that is in doubt: two readings, no API server, no records."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import anyio
 import pytest
 
-from agent.kubelet.podresources import PodList, PodResourcesUnavailable
-from agent.model.demand import Container, Pod, Stage
+from agent.kubelet.podresources import PodResourcesUnavailable
+from agent.model.holding import Record
 from agent.model.ledger import PairMember
+from agent.model.pod import Container, Pod, Stage
 from agent.pairing.pairing import PROMPT_SECONDS
 from agent.pairing.pod_access import Cause, PairRefused
 from agent.pairing.resolver import DOUBT_SECONDS, DOUBT_SHARE, DOUBT_TOTAL_SECONDS
+from tests.pods import changed
 from tests.unit.pairing.asking import InOrder, first, index
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share
 from tests.virtual_time import in_virtual_time
@@ -85,7 +86,7 @@ async def test_same_size_in_two_namespaces(hint: dict[str, str]) -> None:
 
     async def end_is_shown() -> None:
         await anyio.sleep(2.0)
-        kubelet.api[rejected.key] = replace(rejected, phase="Failed")
+        kubelet.api[rejected.key] = changed(rejected, phase="Failed")
 
     async with anyio.create_task_group() as group:
         group.start_soon(end_is_shown)
@@ -98,12 +99,12 @@ async def test_a_promise_ends_with_the_first_evidence_of_its_pods_end() -> None:
     for evidence in ("it is listed no more", "the API server calls it failed", "both, by a call"):
         kubelet = KubeletModel(gpus=1)
         waiting = pod("a", share("main", 60, 30), share("more", 10, 5))
-        await first(kubelet, replace(waiting, containers=waiting.containers[:1]), PairMember.CORE)
+        await first(kubelet, changed(waiting, containers=waiting.containers[:1]), PairMember.CORE)
         kubelet.now += 0.1
         if evidence != "the API server calls it failed":
             del kubelet.taken_up[waiting.key]
         if evidence != "it is listed no more":
-            kubelet.api[waiting.key] = replace(waiting, phase="Failed")
+            kubelet.api[waiting.key] = changed(waiting, phase="Failed")
         if evidence == "both, by a call":
             await kubelet.admit(pod("b", share("main", 60, 30)))
         else:
@@ -234,7 +235,7 @@ async def test_a_kubelet_too_slow_to_answer_in_time_is_not_asked_again(
     monkeypatch.setattr("agent.pairing.resolver.PATIENCE_SECONDS", 0.05)
     kubelet = KubeletModel()
 
-    async def late(deadline: float = 0.05) -> PodList:
+    async def late(deadline: float = 0.05) -> Record:
         kubelet.lists += 1
         await anyio.sleep(deadline)
         raise PodResourcesUnavailable("no answer")
@@ -252,7 +253,7 @@ async def test_a_kubelet_that_takes_seconds_to_answer_costs_no_pod() -> None:
     kubelet = KubeletModel()
     look = kubelet.look
 
-    async def slow(deadline: float = 1.0) -> PodList:
+    async def slow(deadline: float = 1.0) -> Record:
         if deadline < 10:
             raise PodResourcesUnavailable("no answer within the deadline")
         return await look(deadline)

@@ -5,7 +5,7 @@ from time import monotonic
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.status import last_holders
 from agent.status.last_holders import LastHolders
 
@@ -13,10 +13,10 @@ from agent.status.last_holders import LastHolders
 def test_the_last_record_stays_and_gets_older(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = monotonic()
     monkeypatch.setattr(last_holders, "monotonic", lambda: clock)
-    cell: Cell[PodList | None] = Cell(None)
+    cell: Cell[Record | None] = Cell(None)
     last = LastHolders(cell)
     assert last.known() == (None, None)
-    found = PodList((Holding("n", "p", "c", "r", ("GPU-1",)),), ())
+    found = Record((Holding("n", "p", "c", "r", ("GPU-1",)),), ())
     cell.publish(found)
     assert last.known() == (found, None)
     cell.publish(None)

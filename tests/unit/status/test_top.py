@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from agent.simulator.state import ProcessKind
 from agent.status import top, top_table
 from tests.unit.telemetry.test_containers import Node, in_pod
 
 
-async def shown(node: Node) -> top.Document:
+async def shown(node: Node) -> dict[str, Any]:
     await node.look()
     return top.document(node.parts.sources.read(), {node.uuids[0]: "mps"})
 

@@ -5,33 +5,35 @@ from dataclasses import replace
 
 import pytest
 
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.cgroup import ContainerRef
 from agent.model.gpu import Gpu
+from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
+from agent.model.pod import Pod
 from agent.nvml.port import GpuProcess, Sample
-from agent.telemetry.attribution import Attributed, Grade, KnownPod, attribute
-from agent.telemetry.shares import Share, shares_of
+from agent.telemetry.attribution import Attributed, Attribution, attribute
+from agent.telemetry.shares import ContainerShare, shares_of
+from tests.pods import seen
 
 GIB = 1 << 30
 UUID = "GPU-0"
 GPU = Gpu(UUID, 0, 0, "0000:1b:00.0", "NVIDIA H200", 140 * GIB, (9, 0))
-MEASURED, ESTIMATED, ALLOCATED = Grade.MEASURED, Grade.ESTIMATED, Grade.ALLOCATED
+MEASURED, ESTIMATED, ALLOCATED = Attribution.MEASURED, Attribution.ESTIMATED, Attribution.ALLOCATED
 
 
 def share(
     pod: str, cores: float | None = 0.5, memory: int = 10, mode: Mode = Mode.VGPU, name: str = "main"
-) -> Share:
-    return Share("default", pod, name, UUID, 0, mode, cores, memory * GIB)
+) -> ContainerShare:
+    return ContainerShare("default", pod, name, UUID, 0, mode, cores, memory * GIB)
 
 
 def ref(pod: str, container: str = "main") -> ContainerRef:
     return ContainerRef(f"uid-{pod}", f"{pod}-{container}")
 
 
-def known(*pods: str, containers: tuple[str, ...] = ("main",)) -> Mapping[str, KnownPod]:
+def known(*pods: str, containers: tuple[str, ...] = ("main",)) -> Mapping[str, Pod]:
     return {
-        f"uid-{pod}": KnownPod("default", pod, {f"{pod}-{name}": name for name in containers}) for pod in pods
+        f"uid-{pod}": seen("default", pod, {f"{pod}-{name}": name for name in containers}) for pod in pods
     }
 
 
@@ -43,11 +45,11 @@ def process(pid: int, gib: int) -> GpuProcess:
     return GpuProcess(pid, gib * GIB)
 
 
-def memory(found: Attributed) -> list[tuple[float, Grade]]:
+def memory(found: Attributed) -> list[tuple[float, Attribution]]:
     return [(use.memory / GIB, use.memory_grade) for use in found.uses]
 
 
-def work(found: Attributed) -> list[tuple[float, Grade]]:
+def work(found: Attributed) -> list[tuple[float, Attribution]]:
     return [(round(use.utilization, 6), use.utilization_grade) for use in found.uses]
 
 
@@ -158,5 +160,5 @@ def test_shares_from_the_kubelets_records(resource_ids: tuple[str, ...], expecte
         Holding("default", "p", "main", "any", resource_ids),
         Holding("default", "q", "main", "other.io/fpga", ("fpga-1", "GPU-elsewhere")),
     )
-    (found,) = shares_of(PodList(holdings, ()), {UUID: GPU})
+    (found,) = shares_of(Record(holdings, ()), {UUID: GPU})
     assert (found.mode, found.core_limit, found.memory_limit) == expected

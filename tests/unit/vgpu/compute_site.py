@@ -7,9 +7,9 @@ import msgspec
 
 from agent.kit.cell import Cell
 from agent.vgpu import layout
-from agent.vgpu.compute import Compute, ComputeRequest, Work
-from agent.vgpu.folders import About, LimitFolders, key_of
-from agent.vgpu.limits import ContainerLimits, Policy
+from agent.vgpu.compute import Compute, ComputeRequest, MeasuredWork
+from agent.vgpu.folders import About, LimitFolders, Place, key_of
+from agent.vgpu.limits import ContainerLimits, Enforcement
 from agent.vgpu.room import Isolation
 from tests.unit.vgpu.made_up import GPU, about
 
@@ -21,7 +21,7 @@ class Site:
         self.folders = LimitFolders(folder)
         self.folders.prepare()
         self.isolation = Isolation(
-            self.folders, folder / "none", folder, Policy.LIBRARY, Cell(None), compute=True
+            self.folders, folder / "none", folder, Enforcement.LIBRARY, Cell(None), compute=True
         )
         self.now = 1000.0
         self.requests: dict[str, ComputeRequest] = {}
@@ -55,19 +55,19 @@ class Site:
             file.seek(at)
             file.write(layout.SHARE.pack(before[0] + next_ns, before[1], before[2] + waited_ns))
 
-    def turn(self, seconds: float = 1.0, **percents: float | Work) -> bool:
+    def turn(self, seconds: float = 1.0, **percents: float | MeasuredWork) -> bool:
         """A turn later; what was measured of a container is one process's unless it says otherwise."""
         self.now += seconds
-        containers = {
-            key_of(each.ids): ContainerLimits(each, each.memory_bytes) for each in self.held.values()
-        }
+        containers = {key_of(each.ids): ContainerLimits(each) for each in self.held.values()}
         measured = {
-            ("default", pod, "main", GPU): value if isinstance(value, Work) else Work(value)
+            Place("default", pod, "main", GPU): value
+            if isinstance(value, MeasuredWork)
+            else MeasuredWork(value)
             for pod, value in percents.items()
         }
         return self.compute.turn(containers, measured)
 
-    def limits(self, pod: str) -> layout.Limits:
+    def limits(self, pod: str) -> layout.DeviceLimits:
         """In force."""
         return self.folders.limits(key_of(self.held[pod].ids))
 

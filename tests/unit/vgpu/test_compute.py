@@ -8,9 +8,9 @@ import pytest
 
 from agent.vgpu import compute as room
 from agent.vgpu import layout
-from agent.vgpu.compute import BEAT_SECONDS, Compute, ComputeRequest, Work, release
+from agent.vgpu.compute import BEAT_SECONDS, Compute, ComputeRequest, MeasuredWork, release
 from agent.vgpu.compute_request import compute_request_of
-from agent.vgpu.correction import LEAST, MOST, Observed, corrected, rivals
+from agent.vgpu.correction import LEAST, MOST, corrected, rivals
 from agent.vgpu.folders import LIMITS, key_of
 from agent.vgpu.limits import ContainerLimits
 from tests.unit.vgpu.compute_site import Site
@@ -123,7 +123,7 @@ def test_the_factor_follows_the_measurement_and_freezes_when_idle(site: Site) ->
     site.turn(a=60)
     assert site.limits("a").correction < factor
     again = Compute(site.isolation, lambda _: ComputeRequest(), soft=False, clock=lambda: site.now)
-    again.turn({key_of(one.ids): ContainerLimits(one, 1) for one in site.held.values()}, {})
+    again.turn({key_of(one.ids): ContainerLimits(one) for one in site.held.values()}, {})
     assert site.limits("a").correction < factor  # a new agent goes on from there
 
 
@@ -139,7 +139,7 @@ def test_time_waited_is_counted_and_nonsense_is_not(site: Site) -> None:
 
 def test_whoever_was_held_is_let_go_when_nobody_is_to_be(site: Site) -> None:
     key = site.add("a", 40)
-    site.isolation.containers.publish({key: ContainerLimits(site.held["a"], 1)})
+    site.isolation.containers.publish({key: ContainerLimits(site.held["a"])})
     release(site.isolation)
     assert not site.limits("a").compute
     content = site.folders.path(key, "limits").read_bytes()
@@ -154,16 +154,16 @@ def test_a_usage_region_that_was_truncated_is_nobodys_work(site: Site) -> None:
 
 
 def test_the_factor_stays_within_bounds() -> None:
-    assert corrected(MOST, Observed(40, (0.0,), throttled=True)) == MOST
-    assert corrected(LEAST, Observed(40, (100.0,), throttled=True)) == LEAST
-    assert corrected(1.5, Observed(40, (), throttled=True)) == 1.5
+    assert corrected(MOST, 40, 0.0, throttled=True) == MOST
+    assert corrected(LEAST, 40, 100.0, throttled=True) == LEAST
+    assert corrected(1.5, 0, 10.0, throttled=True) == 1.5
 
 
 def test_the_factor_stays_where_a_share_is_right_on_average() -> None:
     """Long kernels have nothing of it in one second and twice of it in the next."""
     factor = 1.0
     for share in (0, 19.0) * 20:
-        factor = corrected(factor, Observed(10, (share,), throttled=True))
+        factor = corrected(factor, 10, share, throttled=True)
     assert factor == pytest.approx(1, abs=0.05)
 
 
@@ -204,9 +204,9 @@ def test_the_library_learns_whom_its_container_shares_the_gpu_with(site: Site) -
         site.add(pod, cores)
     site.turn()
     assert site.limits("a").rivals is None
-    site.turn(a=20, b=Work(80, 2))
+    site.turn(a=20, b=MeasuredWork(80, 2))
     assert (site.limits("a").rivals, site.limits("b").rivals) == (2, 2)
-    site.turn(a=20, b=Work(0, 0))
+    site.turn(a=20, b=MeasuredWork(0, 0))
     assert site.limits("a").rivals == 0
     site.turn()  # nobody measured
     assert site.limits("a").rivals == 0

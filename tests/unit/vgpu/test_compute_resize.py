@@ -8,29 +8,37 @@ import anyio.to_thread
 import msgspec
 
 from agent.kit.cell import Cell
-from agent.model.demand import Pod
 from agent.model.ledger import PairMember
-from agent.vgpu.limits import ContainerLimits, Policy
-from agent.vgpu.publishing import Publisher
-from agent.vgpu.resize import NoUnits, Resizer
+from agent.model.pod import Pod
+from agent.pairing.pod_access import Recorder
+from agent.vgpu.events import LimitEvents
+from agent.vgpu.limits import ContainerLimits, Enforcement
+from agent.vgpu.resize import FreeUnits, NoUnits, Resizer
 from agent.vgpu.room import Isolation
+from agent.vgpu.watch import LimitWatch
 from tests.unit.vgpu.compute_site import Site
 from tests.unit.vgpu.made_up import GPU
 
 
-class _Quiet:
-    """Owners of pods, and free cores."""
+class _Owners(Recorder):
+    """Of pods."""
 
-    def __init__(self, free: int = 0) -> None:
+    def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
-        self.free = [f"{GPU}::c{number}" for number in range(free)]
-        self.returned = 0
 
     def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
         raise AssertionError(pod)
 
-    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
         self.events.append((reason, message))
+
+
+class _Free(FreeUnits):
+    """Free cores."""
+
+    def __init__(self, free: int = 0) -> None:
+        self.free = [f"{GPU}::c{number}" for number in range(free)]
+        self.returned = 0
 
     async def take(
         self, gpu: str, member: PairMember, count: int, keep: Callable[[tuple[str, ...]], Awaitable[None]]
@@ -45,12 +53,17 @@ class _Quiet:
         self.returned += 1
 
 
+def _resizer(isolation: Isolation, owners: Recorder, units: FreeUnits) -> Resizer:
+    events = LimitEvents(isolation, owners)
+    return Resizer(isolation, units, events, LimitWatch(isolation, events, Path("/nowhere")))
+
+
 async def test_cores_go_down_and_up_again_and_into_free_ones_alone(tmp_path: Path) -> None:
     site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
     key = await anyio.to_thread.run_sync(site.add, "a", 60)
-    site.isolation.containers.publish({key: ContainerLimits(site.held["a"], site.held["a"].memory_bytes)})
-    owners = _Quiet(free=30)
-    resizer = Resizer(site.isolation, owners, Publisher(site.isolation, owners))
+    site.isolation.containers.publish({key: ContainerLimits(site.held["a"])})
+    owners, units = _Owners(), _Free(30)
+    resizer = _resizer(site.isolation, owners, units)
     for cores, share, grown in (
         (20, 20, 0),
         (60, 60, 0),
@@ -70,18 +83,16 @@ async def test_cores_go_down_and_up_again_and_into_free_ones_alone(tmp_path: Pat
         # No other container is offered these, by the next agent either.
         assert len(site.isolation.grown.get(GPU, ())) == grown
     refused = [number for number, (reason, _) in enumerate(owners.events) if reason == "ResizeRefused"]
-    assert (refused, len(owners.events), owners.returned) == ([3], 7, 2)
+    assert (refused, len(owners.events), units.returned) == ([3], 7, 2)
 
 
 async def test_cores_that_nobody_keeps_cannot_be_resized(tmp_path: Path) -> None:
     site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
     key = await anyio.to_thread.run_sync(site.add, "a", 60)
     free = msgspec.structs.replace(site.held["a"], compute=False)
-    site.isolation.containers.publish({key: ContainerLimits(free, free.memory_bytes)})
-    owners = _Quiet()
-    await Resizer(site.isolation, owners, Publisher(site.isolation, owners)).look(
-        {"uid-a": '{"main": {"cores": 20}}'}
-    )
+    site.isolation.containers.publish({key: ContainerLimits(free)})
+    owners = _Owners()
+    await _resizer(site.isolation, owners, _Free()).look({"uid-a": '{"main": {"cores": 20}}'})
     assert "is not held to cores: set vgpu.compute" in owners.events[0][1]
 
 
@@ -90,14 +101,14 @@ async def test_no_cores_grow_once_compute_is_switched_off_but_they_may_be_given_
 ) -> None:
     site = await anyio.to_thread.run_sync(partial(Site, tmp_path, soft=False))
     key = await anyio.to_thread.run_sync(site.add, "a", 60)
-    grown = msgspec.structs.replace(site.held["a"], cores_cap=70, grown_cores=tuple(_Quiet(free=10).free))
+    grown = msgspec.structs.replace(site.held["a"], cores_cap=70, grown_cores=tuple(_Free(10).free))
     await anyio.to_thread.run_sync(site.folders.resize, key, grown)
-    now = Isolation(site.folders, tmp_path / "none", tmp_path, Policy.LIBRARY, Cell(None))
+    now = Isolation(site.folders, tmp_path / "none", tmp_path, Enforcement.LIBRARY, Cell(None))
     await now.start()
-    owners = _Quiet(free=30)
-    resizer = Resizer(now, owners, Publisher(now, owners))
+    owners, units = _Owners(), _Free(30)
+    resizer = _resizer(now, owners, units)
     await resizer.look({"uid-a": '{"main": {"cores": 80}}'})
     assert "is not held to cores: set vgpu.compute" in owners.events[0][1]
-    assert (now.containers.value[key].about, len(owners.free)) == (grown, 30)
+    assert (now.containers.value[key].about, len(units.free)) == (grown, 30)
     await resizer.look({"uid-a": '{"main": {"cores": 60}}'})
-    assert (now.containers.value[key].about.grown_cores, owners.returned) == ((), 1)
+    assert (now.containers.value[key].about.grown_cores, units.returned) == ((), 1)

@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 import anyio.to_thread
+import msgspec
 import pytest
 
 from agent.vgpu.folders import key_of
-from agent.vgpu.resize import replace_about
 from tests.unit.vgpu.made_up import units
 from tests.unit.vgpu.test_watch import CAP, Node
 
@@ -33,7 +33,7 @@ async def test_folders_are_there_again_after_a_reboot(node: Node) -> None:
     isolation = node.isolation
     about = isolation.containers.value[key].about
     ids = units(10, 2)
-    await isolation.resize(key, replace_about(about, 2 * CAP, ids))
+    await isolation.resize(key, msgspec.structs.replace(about, memory_bytes=2 * CAP, grown=ids))
     await anyio.to_thread.run_sync(rebooted, node, key)
     again = Node(node.root)
     await again.isolation.start()

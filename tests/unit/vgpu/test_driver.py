@@ -5,20 +5,22 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 
+from agent.kubelet.plugin_types import Allocation
 from agent.nvml.nvml_errors import NvmlCode, error_for
 from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
+from agent.vgpu import memory_limits
 from agent.vgpu.driver import MOST_TRIES, DriverLimits, cgroups_of, is_unified
 from agent.vgpu.folders import LIMITS, About, key_of
-from agent.vgpu.limits import Admission, Policy
+from agent.vgpu.limits import Enforcement
 from agent.vgpu.publishing import Publisher
-from agent.vgpu.resize import replace_about
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 from tests.unit.vgpu.test_room import Node
-from tests.unit.vgpu.test_watch import PLACE, Owners
+from tests.unit.vgpu.test_watch import PLACE, Owners, Reporting
 
 UID = "01234567-89ab-cdef-0123-456789abcdef"
 KEY = key_of(units())
@@ -46,13 +48,13 @@ class Nvml(SimulatedNvml):
         self.limits[cgroup] = limit_bytes
 
 
-class Driven(Node):
+class Driven(Reporting, Node):
     """A container that NVIDIA's hook has given to the driver."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.owners = Owners()
-        self.publisher = Publisher(self.isolation, self.owners)
+        self.reports()
         self.nvml = Nvml(SimulatedMachine.create("dgx-h200", root / "machine"))
         self.thread = WorkerThread("test")
         self.ids: Mapping[str, str] = {}
@@ -61,10 +63,10 @@ class Driven(Node):
             (self.nvml, self.thread),
             root / "cgroup",
             lambda about: [each for each, name in self.ids.items() if name == about.container],
-            self.publisher,
+            self.events,
         )
 
-    async def admit(self, driver: bool = True) -> Admission:
+    async def admit(self, driver: bool = True) -> Allocation:
         return await self.isolation.admit(
             About(UID, "default", "a", "main", GPU, units(), CAP, 30, driver=driver)
         )
@@ -94,7 +96,7 @@ async def node(tmp_path: Path) -> Driven:
 
 
 async def test_a_limit_that_the_hook_has_set_is_found(node: Driven) -> None:
-    assert (await node.admit()).driver
+    assert (await node.admit()).cdi_devices
     assert (await anyio.to_thread.run_sync(node.isolation.folders.limits, KEY)).driver
     assert not await node.driver.look()  # no container has begun
     await anyio.to_thread.run_sync(node.starts, 1)
@@ -110,7 +112,9 @@ async def test_a_resize_sets_the_driver_s_limit(node: Driven) -> None:
     leaf = await anyio.to_thread.run_sync(node.starts, 1)
     await node.driver.look()
     about = node.isolation.containers.value[KEY].about
-    await node.isolation.resize(KEY, replace_about(about, 9 * BLOCK, units(100, 5)))
+    await node.isolation.resize(
+        KEY, msgspec.structs.replace(about, memory_bytes=9 * BLOCK, grown=units(100, 5))
+    )
     await node.driver.look()
     assert node.nvml.limits == {leaf: 9 * BLOCK}
     # The hook gives a container that restarts what it was admitted with.
@@ -159,7 +163,7 @@ async def test_a_container_that_has_ended_is_not_looked_for_for_ever(node: Drive
 
 
 async def test_without_the_facts_the_driver_is_not_asked(node: Driven) -> None:
-    assert not (await node.admit(driver=False)).driver
+    assert not (await node.admit(driver=False)).cdi_devices
     await anyio.to_thread.run_sync(node.starts, 1)
     assert not await node.driver.look()
     assert node.isolation.containers.value[KEY].limited is None
@@ -169,12 +173,12 @@ async def test_without_the_facts_the_driver_is_not_asked(node: Driven) -> None:
 async def test_the_driver_holds_a_container_without_the_library(node: Driven) -> None:
     await node.agent(source="missing").start()
     admission = await node.admit()
-    assert admission == Admission((), driver=True)
+    assert admission == Allocation(cdi_devices=(memory_limits.device(4),))
     assert (await anyio.Path(node.isolation.folders.path(KEY, LIMITS)).stat()).st_size
-    publisher = Publisher(node.isolation, node.owners)
+    publisher = Publisher(node.isolation, node.events, node.watch)
     assert (publisher.document(PLACE) or {})["fences"] == ["driver"]
-    await node.agent(Policy.REPORT).start()
-    assert await node.admit() == Admission()
+    await node.agent(Enforcement.REPORT).start()
+    assert await node.admit() == Allocation()
 
 
 async def test_runs_on_changes_alone(node: Driven) -> None:

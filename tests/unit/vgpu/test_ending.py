@@ -11,7 +11,7 @@ import pytest
 
 from agent.settings import Settings
 from agent.vgpu.ending import end
-from agent.vgpu.limits import Policy
+from agent.vgpu.limits import Enforcement
 from agent.vgpu.watch import CONTEXT_BYTES, END_READINGS, READINGS, REFUSED_READINGS, tolerance
 from tests.unit.vgpu.test_watch import CAP, Node
 
@@ -91,7 +91,7 @@ async def test_by_default_it_is_reported_within_three_seconds_and_never_ended(
     for _ in range(2 * END_READINGS):
         await node.look(ABOVE, process.pid)
     assert process.poll() is None
-    assert node.publisher.ends == {"ended": 0, "failed": 0}
+    assert node.events.ends == {"ended": 0, "failed": 0}
 
 
 async def test_by_option_it_is_ended_after_its_owner_was_told(tmp_path: Path, processes: Processes) -> None:
@@ -110,7 +110,7 @@ async def test_by_option_it_is_ended_after_its_owner_was_told(tmp_path: Path, pr
     assert await anyio.to_thread.run_sync(process.wait) == -9
     reasons = [reason for _, reason, _ in node.owners.events]
     assert reasons.index("MemoryCapExceeded") < reasons.index("ContainerEnded")
-    assert node.publisher.ends == {"ended": 1, "failed": 0}
+    assert node.events.ends == {"ended": 1, "failed": 0}
 
 
 async def test_namespaces_whose_caps_are_not_enforced_lose_nothing(
@@ -120,7 +120,7 @@ async def test_namespaces_whose_caps_are_not_enforced_lose_nothing(
     node.ending()
     await node.admit()
     process = await anyio.to_thread.run_sync(processes.start, MINE)
-    for policy in (Policy.OFF, Policy.REPORT):
+    for policy in (Enforcement.OFF, Enforcement.REPORT):
         node.policies["default"] = policy
         for _ in range(2 * END_READINGS):
             await node.look(ABOVE, process.pid)
@@ -141,7 +141,7 @@ async def test_one_that_cannot_be_ended_is_reported(
     for _ in range(END_READINGS):
         await node.look(ABOVE, process.pid)
     assert ("a", "ContainerNotEnded", True) in node.owners.events
-    assert node.publisher.ends == {"ended": 0, "failed": 1}
+    assert node.events.ends == {"ended": 0, "failed": 1}
 
 
 async def test_by_option_who_keeps_the_agent_from_its_files_is_ended(
@@ -160,5 +160,5 @@ async def test_by_option_who_keeps_the_agent_from_its_files_is_ended(
     await node.look(0)
     assert await anyio.to_thread.run_sync(mine.wait) == -9
     assert other.poll() is None
-    assert node.publisher.ends == {"ended": 1, "failed": 0}
+    assert node.events.ends == {"ended": 1, "failed": 0}
     assert any("usage is kept from the agent): it was ended" in each for each in node.owners.messages)

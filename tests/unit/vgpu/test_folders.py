@@ -11,7 +11,7 @@ import pytest
 from agent.vgpu import folders, layout
 from agent.vgpu.folders import ABOUT, LIMITS, USAGE, About, LimitFolders, key_of
 from agent.vgpu.isolation_errors import FolderUnusable
-from agent.vgpu.layout import Limits
+from agent.vgpu.layout import DeviceLimits
 from tests.unit.vgpu.made_up import GIB, about
 
 
@@ -33,8 +33,8 @@ def test_a_folder_holds_all_that_a_container_needs(limits: LimitFolders) -> None
     key = limits.create(container)
     assert limits.keys() == [key]
     assert limits.about(key) == container
-    assert limits.limits(key) == Limits(container.gpu, container.memory_bytes, 30)
-    assert limits.usage(key) == layout.Usage(0, 0, 0, 0)
+    assert limits.limits(key) == DeviceLimits(container.gpu, container.memory_bytes, 30)
+    assert limits.usage(key) == layout.CountedUsage(0, 0, 0, 0)
     modes = {name: stat.S_IMODE(limits.path(key, name).stat().st_mode) for name in (ABOUT, LIMITS, USAGE)}
     assert modes == {ABOUT: 0o600, LIMITS: 0o644, USAGE: 0o666}
     assert stat.S_IMODE(limits.root.stat().st_mode) == 0o700
@@ -61,7 +61,7 @@ def test_a_folder_that_another_pod_left_gives_way(limits: LimitFolders) -> None:
         assert limits.create(about("after")) == key
         os.pwrite(left, b"\xff" * 8192, 0)
         assert limits.about(key).pod == "after"
-        assert limits.usage(key) == layout.Usage(0, 0, 0, 0)
+        assert limits.usage(key) == layout.CountedUsage(0, 0, 0, 0)
     finally:
         os.close(left)
 
@@ -134,7 +134,7 @@ def test_a_usage_region_that_its_container_made_longer_is_cut_back(limits: Limit
     key = limits.create(about("a"))
     os.truncate(limits.path(key, USAGE), 1 << 40)
     limits.bound(key)
-    assert limits.usage(key) == layout.Usage(0, 0, 0, 0)
+    assert limits.usage(key) == layout.CountedUsage(0, 0, 0, 0)
     assert limits.path(key, USAGE).stat().st_size == layout.USAGE_BYTES
 
 
@@ -168,7 +168,7 @@ def test_an_agent_without_capabilities_cuts_back_a_region_that_was_closed_to_it(
 
 def test_no_link_and_no_pipe_is_opened(limits: LimitFolders, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
-    secret.write_bytes(layout.limit_file("x", [Limits(about("a").gpu, GIB)]))
+    secret.write_bytes(layout.limit_file("x", [DeviceLimits(about("a").gpu, GIB)]))
     key = limits.create(about("a"))
     for name in (ABOUT, LIMITS, USAGE):
         limits.path(key, name).unlink()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.vgpu import layout
-from agent.vgpu.layout import Limits
+from agent.vgpu.layout import DeviceLimits
 from clib.toolchain import compile_c
 
 HEADER = Path(layout.__file__).parent / "clib" / "layout.h"
@@ -60,8 +60,8 @@ def test_both_sides_have_the_same_layout(program: Path) -> None:
     limits = layout.limit_file(
         "folder",
         [
-            Limits(f"GPU-{'0' * 8}-0000-0000-0000-{'0' * 12}", 1),
-            Limits(GPU, 1 << 40, 35, 77, True, True, rivals=1.5),
+            DeviceLimits(f"GPU-{'0' * 8}-0000-0000-0000-{'0' * 12}", 1),
+            DeviceLimits(GPU, 1 << 40, 35, 77, True, True, rivals=1.5),
         ],
     )
     head = layout.usage_head(2)
@@ -93,4 +93,7 @@ def test_both_sides_have_the_same_layout(program: Path) -> None:
         "kinds": [layout.LOCK_KIND, layout.LOCK_KIND, 0],
     }
     assert [each.rivals for each in layout.read_limits(limits)] == [None, 1.5]
-    assert layout.read_usage(ran.stderr) == [layout.Usage(11, 12, 13, 14), layout.Usage(21, 0, 0, 0)]
+    assert layout.read_usage(ran.stderr) == [
+        layout.CountedUsage(11, 12, 13, 14),
+        layout.CountedUsage(21, 0, 0, 0),
+    ]

@@ -10,16 +10,15 @@ import pytest
 from agent.model.ledger import PairMember
 from agent.vgpu import layout
 from agent.vgpu.folders import USAGE, key_of
-from agent.vgpu.publishing import Publisher
-from agent.vgpu.resize import BadResize, NoUnits, Resizer, wanted
+from agent.vgpu.resize import BadResize, FreeUnits, NoUnits, Resizer, wanted
 from agent.vgpu.room import GRACE_SECONDS
-from agent.vgpu.watch import LimitWatch, Measured
+from agent.vgpu.watch import Measured
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 from tests.unit.vgpu.test_room import Node, request
-from tests.unit.vgpu.test_watch import PLACE, Owners
+from tests.unit.vgpu.test_watch import PLACE, Owners, Reporting
 
 
-class Free:
+class Free(FreeUnits):
     """The units of the node that nobody holds."""
 
     def __init__(self, *ids: str) -> None:
@@ -39,7 +38,7 @@ class Free:
         self.returned += 1
 
 
-class Resizing(Node):
+class Resizing(Reporting, Node):
     """A container of 4 units on a GPU with 10 free ones."""
 
     def __init__(self, root: Path) -> None:
@@ -49,10 +48,8 @@ class Resizing(Node):
         self.restart()
 
     def restart(self) -> None:
-        self.publisher = Publisher(self.isolation, self.owners)
-        self.watch = LimitWatch(self.isolation, self.publisher, self.root / "proc")
-        self.publisher._watch = self.watch
-        self.resizer = Resizer(self.isolation, self.free, self.publisher)
+        self.reports()
+        self.resizer = Resizer(self.isolation, self.free, self.events, self.watch)
 
     async def request(self, text: str) -> bool:
         return await self.resizer.look({"uid-a": text})

@@ -11,14 +11,15 @@ import anyio.to_thread
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.kubelet.plugin_types import Allocation
 from agent.model.demand import VGPU
+from agent.model.holding import Holding, Record
 from agent.model.mount import Mount
 from agent.vgpu import folders, layout
 from agent.vgpu import library as libraries
 from agent.vgpu.folders import ABOUT, LIMITS, USAGE, About, LimitFolders, key_of
 from agent.vgpu.isolation_errors import FolderUnusable, IsolationError, LibraryUnusable
-from agent.vgpu.limits import Admission, Policy
+from agent.vgpu.limits import Enforcement
 from agent.vgpu.room import GRACE_SECONDS, Isolation
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 
@@ -31,12 +32,12 @@ class Node:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.now = 0.0
-        self.record: Cell[PodList | None] = Cell(PodList((), ()))
-        self.namespaces: dict[str, Policy] = {}
+        self.record: Cell[Record | None] = Cell(Record((), ()))
+        self.namespaces: dict[str, Enforcement] = {}
         (root / "image.so").write_bytes(libraries.ELF + b"one")
         self.isolation = self.agent()
 
-    def agent(self, policy: Policy = Policy.LIBRARY, source: str = "image.so") -> Isolation:
+    def agent(self, policy: Enforcement = Enforcement.LIBRARY, source: str = "image.so") -> Isolation:
         self.isolation = Isolation(
             LimitFolders(self.root / "run"),
             self.root / source,
@@ -56,7 +57,7 @@ class Node:
     ) -> None:
         held = tuple(Holding("default", name, "main", HELD, ids) for name, ids in pods)
         containers = tuple(("default", name, "main") for name, _ in pods)
-        self.record.publish(PodList(held, containers, frozenset(ended), frozenset(unfinished)))
+        self.record.publish(Record(held, containers, frozenset(ended), frozenset(unfinished)))
 
     async def folders(self) -> list[str]:
         return await anyio.to_thread.run_sync(self.isolation.folders.keys)
@@ -92,7 +93,7 @@ async def test_a_library_that_was_removed_is_there_again_for_its_container_and_t
     assert (await node.isolation.admit(request("b", 10))).mounts
     await node.isolation.tidy()
     assert all(file.is_file() for file in files)
-    assert node.isolation.problem is None
+    assert node.isolation.libraries.problem is None
 
 
 async def test_a_library_that_cannot_be_copied_is_not_shown(node: Node) -> None:
@@ -103,7 +104,7 @@ async def test_a_library_that_cannot_be_copied_is_not_shown(node: Node) -> None:
         (node.root / "state" / "lib").write_bytes(b"")
 
     await anyio.to_thread.run_sync(no_folder)
-    assert await node.isolation.admit(request("c", 20)) == Admission()
+    assert await node.isolation.admit(request("c", 20)) == Allocation()
     assert not await node.folders()
     assert not node.isolation.containers.value
 
@@ -147,8 +148,8 @@ async def test_nobody_is_rid_of_limits_by_a_full_node(
     monkeypatch.setattr(LimitFolders, "bound", lambda *_: False)  # or the disk is full of other things
     with pytest.raises(IsolationError, match=r"cannot be (put|kept) there: .*; .*or set vgpu.enforcement"):
         await node.isolation.admit(request("b", 10))
-    node.namespaces["default"] = Policy.REPORT
-    assert await node.isolation.admit(request("b", 10)) == Admission()
+    node.namespaces["default"] = Enforcement.REPORT
+    assert await node.isolation.admit(request("b", 10)) == Allocation()
 
 
 async def test_copies_of_an_agent_that_was_killed_as_it_made_them_go_with_the_first_look(node: Node) -> None:
@@ -172,7 +173,7 @@ async def test_copies_of_an_agent_that_was_killed_as_it_made_them_go_with_the_fi
 
 async def test_a_container_gets_all_four_files_or_none(node: Node) -> None:
     await node.isolation.start()
-    assert node.isolation.problem is None
+    assert node.isolation.libraries.problem is None
     mounts = {each.container_path: each for each in (await node.isolation.admit(request("a"))).mounts}
     library = next(path for path in mounts if path.endswith(".so"))
     assert mounts.keys() == {
@@ -379,29 +380,29 @@ async def test_a_damaged_limit_file_is_mended_at_the_start(node: Node) -> None:
     assert node.isolation.folders.limits(key).memory_bytes == 4 * BLOCK
 
 
-@pytest.mark.parametrize("policy", [Policy.OFF, Policy.REPORT])
-async def test_a_namespace_without_the_library_gets_nothing(node: Node, policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [Enforcement.OFF, Enforcement.REPORT])
+async def test_a_namespace_without_the_library_gets_nothing(node: Node, policy: Enforcement) -> None:
     node.namespaces["default"] = policy
     await node.isolation.start()
-    assert await node.isolation.admit(request("a")) == Admission()
+    assert await node.isolation.admit(request("a")) == Allocation()
     assert await node.folders() == []
 
 
 async def test_without_a_library_containers_start_without_it_and_it_is_told(node: Node) -> None:
     await node.agent(source="nothing.so").start()
-    assert "nothing.so cannot be read" in (node.isolation.problem or "")
-    assert await node.isolation.admit(request("a")) == Admission()
+    assert "nothing.so cannot be read" in (node.isolation.libraries.problem or "")
+    assert await node.isolation.admit(request("a")) == Allocation()
 
 
 async def test_a_strict_namespace_starts_no_container_without_the_library(node: Node) -> None:
-    node.namespaces["default"] = Policy.STRICT
+    node.namespaces["default"] = Enforcement.STRICT
     await node.agent(source="nothing.so").start()
     with pytest.raises(LibraryUnusable, match=r"nothing\.so"):
         await node.isolation.admit(request("a"))
 
 
 async def test_strict_is_written_to_the_limits(node: Node) -> None:
-    await node.agent(Policy.STRICT).start()
+    await node.agent(Enforcement.STRICT).start()
     await node.isolation.admit(request("a"))
     assert node.isolation.folders.limits(key_of(units())).strict
 
@@ -414,9 +415,9 @@ async def test_a_folder_that_cannot_be_made_refuses_under_strict_alone(
 
     await node.isolation.start()
     monkeypatch.setattr(node.isolation.folders, "create", full)
-    assert await node.isolation.admit(request("a")) == Admission()
+    assert await node.isolation.admit(request("a")) == Allocation()
     assert not node.isolation.containers.value
-    node.namespaces["default"] = Policy.STRICT
+    node.namespaces["default"] = Enforcement.STRICT
     with pytest.raises(FolderUnusable):
         await node.isolation.admit(request("a"))
 

@@ -15,12 +15,12 @@ import anyio.to_thread
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record
 from agent.vgpu import library as libraries
 from agent.vgpu.folders import LIMITS, USAGE, LimitFolders, key_of
-from agent.vgpu.held import Held, Leased
+from agent.vgpu.held import HeldFiles, Leased
 from agent.vgpu.library import Library
-from agent.vgpu.limits import Policy
+from agent.vgpu.limits import Enforcement
 from agent.vgpu.room import GRACE_SECONDS, Isolation
 from tests.unit.vgpu.made_up import about, units
 
@@ -34,14 +34,14 @@ class Node:
 
     def __init__(self, root: Path) -> None:
         self.root, self.now = root, 0.0
-        self.record: Cell[PodList | None] = Cell(PodList((), ()))
+        self.record: Cell[Record | None] = Cell(Record((), ()))
         (root / "image.so").write_bytes(CONTENT)
         self.lib = root / "state" / "lib"
         self.isolation = Isolation(
             LimitFolders(root / "run"),
             root / "image.so",
             root / "state",
-            Policy.LIBRARY,
+            Enforcement.LIBRARY,
             self.record,
             clock=lambda: self.now,
         )
@@ -59,7 +59,7 @@ class Node:
 
     def holding(self, *pods: tuple[str, tuple[str, ...]]) -> None:
         held = tuple(Holding("default", name, "main", HELD, ids) for name, ids in pods)
-        self.record.publish(PodList(held, tuple(("default", name, "main") for name, _ in pods)))
+        self.record.publish(Record(held, tuple(("default", name, "main") for name, _ in pods)))
 
 
 def inodes(*files: Path) -> list[int]:
@@ -107,7 +107,7 @@ async def test_an_update_leaves_running_containers_what_they_have(node: Node) ->
     await node.isolation.tidy()
     assert inodes(*shared, *limits) == was
     assert not leased(*shared, *limits)  # containers that share a file have it no less
-    own = node.isolation.library_file(node.isolation.containers.value[key_of(units(10))].about)
+    own = node.isolation.libraries.of(node.isolation.containers.value[key_of(units(10))].about).file
     assert own.stat().st_ino not in was
     # It goes with the last container that had it; copies of others stay.
     node.holding(("after", units(10)))
@@ -144,14 +144,14 @@ async def test_a_lease_on_a_file_that_many_share_accuses_nobody(
 ) -> None:
     """Any of them may have taken it, and with `aboveCap: end` all would be ended."""
     await anyio.to_thread.run_sync(node.before)
-    get = Held.get
+    get = HeldFiles.get
 
-    def leased(held: Held, key: str, name: str, *more: Any) -> int:
+    def leased(held: HeldFiles, key: str, name: str, *more: Any) -> int:
         if key == BUILD and name.endswith(".preload"):
             raise Leased(errno.EWOULDBLOCK, "a process of its container has a lease on it")
         return get(held, key, name, *more)
 
-    monkeypatch.setattr(Held, "get", leased)
+    monkeypatch.setattr(HeldFiles, "get", leased)
     await node.isolation.start()
     assert not node.isolation.refusing
     assert any("is kept from the agent" in each.get("problem", "") for each in logs)

@@ -12,24 +12,33 @@ import anyio.to_thread
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import PodList
-from agent.model.demand import Pod
+from agent.model.holding import Record
+from agent.model.pod import Pod
+from agent.pairing.pod_access import Recorder
+from agent.telemetry import definitions as d
+from agent.telemetry.definitions import Definition
 from agent.vgpu import layout
 from agent.vgpu import library as libraries
-from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, key_of
-from agent.vgpu.limits import Policy
+from agent.vgpu.events import LimitEvents
+from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, Place, key_of
+from agent.vgpu.limits import Enforcement
 from agent.vgpu.loaded import loads
 from agent.vgpu.publishing import ANNOTATION, PATIENCE_SECONDS, UNVERIFIED, Publisher
 from agent.vgpu.room import Isolation
-from agent.vgpu.watch import LimitWatch, Measured, Place, tolerance
+from agent.vgpu.watch import LimitWatch, Measured, tolerance
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 
 CAP = 4 * BLOCK
 MIB = 1 << 20
-PLACE: Place = ("default", "a", "main", GPU)
+PLACE = Place("default", "a", "main", GPU)
 
 
-class Owners:
+def metric(publisher: Publisher, wanted: Definition) -> list[float]:
+    """The values of a metric."""
+    return [value for definition, value, _ in publisher.metrics() if definition is wanted]
+
+
+class Owners(Recorder):
     """Events for the owners of pods."""
 
     def __init__(self) -> None:
@@ -40,38 +49,50 @@ class Owners:
     def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
         self.notes.append((pod.name, annotations))
 
-    def event(self, pod: Pod, reason: str, message: str, *, warning: bool) -> None:
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
         self.events.append((pod.name, reason, warning))
         self.messages.append(message)
 
 
-class Node:
+class Reporting:
+    """A host on which limits are watched."""
+
+    root: Path
+    isolation: Isolation
+    owners: Owners
+
+    def reports(self) -> None:
+        """Watch, events and publisher of an agent that has just started."""
+        self.events = LimitEvents(self.isolation, self.owners)
+        self.watch = LimitWatch(self.isolation, self.events, self.root / "proc")
+        self.publisher = Publisher(self.isolation, self.events, self.watch)
+
+
+class Node(Reporting):
     """A container with limits on a host whose processes are made up."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.now = root, 0.0
         (root / "image.so").write_bytes(libraries.ELF)
-        record: Cell[PodList | None] = Cell(PodList((), ()))
-        self.policies: dict[str, Policy] = {}
+        record: Cell[Record | None] = Cell(Record((), ()))
+        self.policies: dict[str, Enforcement] = {}
         folders = LimitFolders(root / "run")
         self.isolation = Isolation(
             folders,
             root / "image.so",
             root / "state",
-            Policy.LIBRARY,
+            Enforcement.LIBRARY,
             record,
             self.policies.get,
             lambda: self.now,
         )
         self.owners = Owners()
-        self.publisher = Publisher(self.isolation, self.owners)
-        self.watch = LimitWatch(self.isolation, self.publisher, root / "proc")
-        self.publisher._watch = self.watch
+        self.reports()
 
     def ending(self, *ids: str) -> None:
         """By option, containers above their caps are ended; `ids` of those that there are."""
-        self.watch = LimitWatch(self.isolation, self.publisher, self.root / "proc", True, lambda _: ids)
-        self.publisher._watch = self.watch
+        self.watch = LimitWatch(self.isolation, self.events, self.root / "proc", True, lambda _: ids)
+        self.publisher = Publisher(self.isolation, self.events, self.watch)
 
     async def admit(self) -> str:
         await self.isolation.start()
@@ -102,7 +123,7 @@ class Node:
         os.close(descriptor)
 
     def loaded(self, pid: int) -> None:
-        file = self.isolation.library_file(self.isolation.containers.value[key_of(units())].about)
+        file = self.isolation.libraries.of(self.isolation.containers.value[key_of(units())].about).file
         self.process(pid, mapping(file.stat().st_ino, f"/usr/lib/gpu-node-agent/{file.name}"))
 
 
@@ -137,7 +158,7 @@ async def test_a_container_without_a_folder_is_measured_by_its_units(node: Node)
     for _ in range(2):
         await node.look(2 * CAP)
     assert node.watch.seen.value.above == {PLACE}
-    node.policies["default"] = Policy.OFF
+    node.policies["default"] = Enforcement.OFF
     await node.look(2 * CAP)
     assert not node.watch.seen.value.above
 
@@ -157,7 +178,7 @@ async def test_a_process_without_the_library_is_told_of(node: Node) -> None:
         await node.look(0, 7, 8)
     assert node.isolation.containers.value[key].injected is False
     assert node.publisher.by_fence() == {"driver": 0, "library": 0, "sweep": 1}
-    assert node.publisher.without_library() == 1
+    assert metric(node.publisher, d.CONTAINERS_WITHOUT_LIBRARY) == [1]
     assert node.owners.events.count(("a", "LimitsNotLoaded", True)) == 1
 
 
@@ -276,7 +297,7 @@ async def test_owners_are_told_which_fences_hold(node: Node) -> None:
         "avoidable": [],
         "aboveCap": False,
     }
-    assert node.publisher.document(("default", "b", "main", GPU)) is None
+    assert node.publisher.document(Place("default", "b", "main", GPU)) is None
 
 
 async def test_without_processes_of_the_host_the_sweep_is_not_said_to_hold(node: Node) -> None:
@@ -292,7 +313,8 @@ async def test_nobody_is_told_again_after_a_restart(node: Node) -> None:
     await node.admit()
     await node.isolation.start()
     owners = Owners()
-    again = Publisher(node.isolation, owners)
+    again = Publisher(node.isolation, LimitEvents(node.isolation, owners), node.watch)
+    again.take_up()
     node.now = PATIENCE_SECONDS
     again.publish()
     assert not owners.events
@@ -301,9 +323,9 @@ async def test_nobody_is_told_again_after_a_restart(node: Node) -> None:
 def test_the_record_of_a_container_names_its_library() -> None:
     about = About("u", "n", "p", "c", GPU, units(), CAP, 0, "library", "abc")
     isolation = Isolation(
-        LimitFolders(Path("/r")), Path("/i"), Path("/s"), Policy.REPORT, Cell(None), clock=lambda: 0.0
+        LimitFolders(Path("/r")), Path("/i"), Path("/s"), Enforcement.REPORT, Cell(None), clock=lambda: 0.0
     )
-    assert isolation.library_file(about) == Path("/s/lib/libgna-limits-abc.so")
+    assert isolation.libraries.of(about).file == Path("/s/lib/libgna-limits-abc.so")
 
 
 async def test_who_keeps_the_agent_from_its_files_is_named_once(node: Node) -> None:
@@ -321,13 +343,13 @@ async def test_who_keeps_the_agent_from_its_files_is_named_once(node: Node) -> N
         assert later.owners.events.count(("a", "LimitsAccessRefused", True)) == 1
         (text,) = [each for each in later.owners.messages if "keeps the agent" in each]
         assert "Text file busy; end the pod" in text
-        assert later.publisher.refusing() == 1
+        assert metric(later.publisher, d.CONTAINERS_REFUSING) == [1]
     finally:
         program.kill()
         await program.wait()
     later.now += 1
     await later.isolation.tidy()
-    assert later.publisher.refusing() == 0
+    assert metric(later.publisher, d.CONTAINERS_REFUSING) == [0]
 
 
 async def test_a_limit_file_of_another_layout_is_left_alone(node: Node) -> None:

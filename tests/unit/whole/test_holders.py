@@ -3,7 +3,7 @@
 from time import monotonic
 
 from agent.kubelet.plugin_types import Reason
-from agent.kubelet.podresources import Holding, PodList
+from agent.model.holding import Holding, Record, Source
 from agent.whole.plugin import RESOURCE
 from tests.unit.whole.test_plugin import Parts
 
@@ -11,7 +11,7 @@ from tests.unit.whole.test_plugin import Parts
 async def test_the_record_at_hand_alone_refuses_nobody() -> None:
     parts = Parts(2)
     parts.hold("GPU-0")
-    parts.truth = PodList((), ())  # its holder ended a moment ago
+    parts.truth = Record((), ())  # its holder ended a moment ago
     assert await parts.prefer(("GPU-0", "GPU-1"), 2) == ["GPU-0", "GPU-1"]
     assert await parts.allocate("GPU-0") == "GPU-0"
     looks = parts.looks
@@ -28,15 +28,15 @@ async def test_a_gpu_whose_earlier_holder_is_known_to_have_ended_needs_no_readin
         assert await parts.allocate("GPU-0") == "GPU-0"
         assert parts.looks == 0
         # A reading that shows nothing proves nothing: the kubelet may record the grant after it.
-        parts.truth = PodList((), ())
+        parts.truth = Record((), ())
         await parts.refresh()
-        parts.truth = PodList((Holding("ns", pod, "c", RESOURCE, ("GPU-0",)),), (("ns", pod, "c"),))
+        parts.truth = Record((Holding("ns", pod, "c", RESOURCE, ("GPU-0",)),), (("ns", pod, "c"),))
         parts.looks = 0
         assert await parts.held_by("GPU-0") == (f"ns/{pod}", "c")
         assert parts.looks == 1
         await parts.refresh()
         assert await parts.held_by("GPU-0") == (f"ns/{pod}", "c")
-        parts.truth = PodList((), ())
+        parts.truth = Record((), ())
         await parts.refresh()
         parts.looks = 0
 
@@ -45,10 +45,10 @@ async def test_a_reading_from_before_a_grant_does_not_count_as_its_holders_end()
     parts = Parts(1)
     parts.hold("GPU-0")
     before = parts.cell.value
-    parts.truth = PodList((), ())
+    parts.truth = Record((), ())
     assert await parts.allocate("GPU-0") == "GPU-0"  # the last holder ended a moment ago
-    parts.truth = PodList((Holding("ns", "q", "c", RESOURCE, ("GPU-0",)),), (("ns", "q", "c"),))
-    for late in (before, PodList((), (), began=monotonic())):
+    parts.truth = Record((Holding("ns", "q", "c", RESOURCE, ("GPU-0",)),), (("ns", "q", "c"),))
+    for late in (before, Record((), (), began=monotonic())):
         parts.cell.publish(late)
         parts.plugin.refresh()
         assert await parts.held_by("GPU-0") == ("ns/q", "c")
@@ -65,19 +65,19 @@ async def test_a_pod_that_was_refused_elsewhere_costs_one_reading() -> None:
 
 async def test_what_init_containers_held_goes_on_to_their_own_pod_alone() -> None:
     parts = Parts(2)
-    held = Holding("ns", "p", "prepare", RESOURCE, ("GPU-0",), listed=False)
-    parts.truth = PodList((held,), (("ns", "p", "main"),))
+    held = Holding("ns", "p", "prepare", RESOURCE, ("GPU-0",), source=Source.CHECKPOINT)
+    parts.truth = Record((held,), (("ns", "p", "main"),))
     parts.cell.publish(parts.truth)
     assert await parts.prefer(("GPU-0", "GPU-1"), 1) == ["GPU-1"]
     assert await parts.prefer(("GPU-0", "GPU-1"), 1, must=("GPU-0",)) == ["GPU-0"]
     assert await parts.allocate("GPU-0") == "GPU-0"
     # The checkpoint may go on naming a pod that has ended, and that nobody knows: the kubelet's offer counts.
-    nameless = Holding("", "pod with UID u", "main", RESOURCE, ("GPU-0",), listed=False)
-    parts.truth = PodList((nameless,), (("ns", "q", "main"),))
+    nameless = Holding("", "pod with UID u", "main", RESOURCE, ("GPU-0",), source=Source.CHECKPOINT)
+    parts.truth = Record((nameless,), (("ns", "q", "main"),))
     parts.cell.publish(parts.truth)
     assert await parts.prefer(("GPU-0",), 1) == ["GPU-0"]
     assert await parts.allocate("GPU-0") == "GPU-0"
     # All containers of that pod have what they ask for: the next request is of another pod.
     main = Holding("ns", "p", "main", RESOURCE, ("GPU-1",))
-    parts.truth = PodList((held, main), (("ns", "p", "main"),))
+    parts.truth = Record((held, main), (("ns", "p", "main"),))
     assert await parts.held_by("GPU-0") == ("ns/p", "prepare")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.kubelet.podresources import PodList
+from agent.model.holding import Record
 from agent.model.modes import GpuMode, Mode
 from tests.unit.whole.test_plugin import Parts
 
@@ -22,10 +22,10 @@ async def test_a_gpu_that_changes_during_the_reading_is_not_handed_out(
 ) -> None:
     parts = Parts(2)
     parts.hold("GPU-0")
-    parts.truth = PodList((), ())  # its holder has ended: what remains is to ask
+    parts.truth = Record((), ())  # its holder has ended: what remains is to ask
     look = parts.look
 
-    async def slow(deadline: float = 1.0) -> PodList:
+    async def slow(deadline: float = 1.0) -> Record:
         change(parts)
         return await look(deadline)
 

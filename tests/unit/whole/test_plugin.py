@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -14,8 +14,9 @@ from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import PreferenceRequest, Reason, Refused
-from agent.kubelet.podresources import Holding, PodList, PodResourcesUnavailable
+from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.gpu import Gpu
+from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.settings import Injection, Settings
 from agent.whole.plugin import RESOURCE, SHARED_RESOURCE, PgpuPlugin
@@ -39,13 +40,13 @@ class Parts:
         self.states = [GpuState(_gpu(number)) for number in range(count)]
         self.inventory: Cell[Snapshot] = Cell(_snapshot(*self.states))
         self.modes: Cell[Assignment] = Cell(Assignment({state.uuid: mode for state in self.states}))
-        self.cell: Cell[PodList | None] = Cell(None)
-        self.truth: PodList | None = PodList((), ())  # None: the kubelet does not answer
+        self.cell: Cell[Record | None] = Cell(None)
+        self.truth: Record | None = Record((), ())  # None: the kubelet does not answer
         self.looks = 0
         injector = Injector(Settings(injection=Injection(strategy="envvar")))
-        self.plugin = PgpuPlugin(self.inventory, self.modes, self, injector, **options)
+        self.plugin = PgpuPlugin(self.inventory, self.modes, cast("Any", self), injector, **options)
 
-    async def look(self, deadline: float = 1.0) -> PodList:
+    async def look(self, deadline: float = 1.0) -> Record:
         self.looks += 1
         began = monotonic()
         if self.truth is None:
@@ -65,7 +66,7 @@ class Parts:
         self.modes.publish(Assignment({**self.modes.value.gpus, f"GPU-{number}": mode}))
 
     def hold(self, *ids: str, resource: str = RESOURCE) -> None:
-        self.truth = PodList((Holding("ns", "p", "c", resource, ids),), (("ns", "p", "c"),))
+        self.truth = Record((Holding("ns", "p", "c", resource, ids),), (("ns", "p", "c"),))
         self.cell.publish(replace(self.truth, began=monotonic()))
 
     @property
@@ -263,7 +264,7 @@ async def test_held_units_are_never_handed_out_again() -> None:
     assert await parts.held_by("GPU-1") == ("ns/p", "c")
     # What was handed out a moment ago is looked up, too, though the record at hand is older than that.
     assert await parts.allocate("GPU-2") == "GPU-2"
-    parts.truth = PodList((*parts.held, Holding("ns", "q", "c", RESOURCE, ("GPU-2",))), ())
+    parts.truth = Record((*parts.held, Holding("ns", "q", "c", RESOURCE, ("GPU-2",))), ())
     for _ in range(2):
         assert await parts.held_by("GPU-2") == ("ns/q", "c")
     assert await parts.prefer(everything, 1) == ["GPU-3"]

@@ -1,6 +1,6 @@
 """Does what the state of each GPU asks for: tears down, sets up, each GPU in a task of its own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import anyio
@@ -10,9 +10,9 @@ from anyio.abc import TaskGroup
 from agent.model.gpu import Gpu
 from agent.model.modes import Mode
 from agent.modes import transition
-from agent.modes.ports import Backend
+from agent.modes.planner import Wings
 from agent.modes.transition import WORKING, ModeState, Stage
-from agent.modes.wing import SetUpFailed
+from agent.modes.wing import SetUpFailed, Wing
 
 log = structlog.get_logger()
 
@@ -31,16 +31,16 @@ class _Job:
         return (self.stage, self.running) == (state.stage, state.running)
 
 
-class BackendTasks:
+class GpuWork:
     """All work of the node; GPUs do not wait for each other, and a set-up that nobody wants any more ends."""
 
     def __init__(
         self,
-        backends: Mapping[Mode, Backend],
+        wings: Wings,
         state_of: Callable[[str], ModeState],
         came: Callable[[str, Outcome], None],
     ) -> None:
-        self._backends = backends
+        self._wings = wings
         self._state_of = state_of
         self._came = came
         self._jobs: dict[str, _Job | None] = {}  # GPUs with a task
@@ -51,7 +51,7 @@ class BackendTasks:
 
     def without_work(self, state: ModeState) -> ModeState:
         """The state once all work is done that is none, for modes that need nothing but their lists."""
-        while state.stage in WORKING and state.running not in self._backends:
+        while state.stage in WORKING and not self._preparing(state.running):
             done = transition.torn_down if state.stage is Stage.TEARING_DOWN else transition.set_up
             state = done(state)
         return state
@@ -68,6 +68,10 @@ class BackendTasks:
             self._jobs[gpu.uuid] = None
             group.start_soon(self._work, gpu)
 
+    def _preparing(self, mode: Mode) -> Wing | None:
+        wing = self._wings.get(mode)
+        return wing if wing and wing.prepares else None
+
     async def _work(self, gpu: Gpu) -> None:
         uuid = gpu.uuid
         try:
@@ -83,14 +87,14 @@ class BackendTasks:
             self._jobs.pop(uuid, None)
 
     async def _done(self, gpu: Gpu, job: _Job) -> Outcome:
-        backend = self._backends.get(job.running)
+        wing = self._preparing(job.running)
         if job.stage is Stage.TEARING_DOWN:
-            if backend:
-                await backend.give_back(gpu)
+            if wing:
+                await wing.give_back(gpu)
             return transition.torn_down
         try:
-            if backend:
-                await backend.prepare(gpu)
+            if wing:
+                await wing.prepare(gpu)
         except SetUpFailed as error:
             problem = str(error)
             mode = job.running.value

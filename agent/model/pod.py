@@ -1,0 +1,248 @@
+"""A pod as the API server shows it: what its containers ask for, and what is judged of it."""
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+import msgspec
+
+from agent.model.metadata import Metadata
+from agent.model.quantity import units
+
+FINISHED = ("Succeeded", "Failed")
+
+
+class Stage(Enum):
+    """When a container of a pod runs."""
+
+    INIT = "init"  # ends before the app containers start: the kubelet hands its units on to them
+    SIDECAR = "sidecar"  # an init container with restartPolicy Always
+    APP = "app"
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A container and its limits, counted in whole units of extended resources."""
+
+    name: str
+    limits: Mapping[str, int] = field(default_factory=dict)
+    stage: Stage = Stage.APP
+
+
+class Requirements(msgspec.Struct, frozen=True):
+    """ResourceRequirements; quantities as text."""
+
+    limits: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """Beyond those that the container runtime gives everybody."""
+
+    add: list[str] = msgspec.field(default_factory=list)
+
+
+class SecurityContext(msgspec.Struct, rename="camel", frozen=True):
+    """SecurityContext of a pod or of a container; the container's wins."""
+
+    run_as_user: int | None = None
+    run_as_non_root: bool | None = None
+    privileged: bool | None = None
+    capabilities: Capabilities | None = None
+
+
+class VolumeMount(msgspec.Struct, rename="camel", frozen=True):
+    name: str
+    mount_path: str
+
+
+class HostPath(msgspec.Struct, frozen=True):
+    path: str
+
+
+class Volume(msgspec.Struct, rename="camel", frozen=True):
+    """A volume of a pod; of other kinds nothing is read."""
+
+    name: str
+    host_path: HostPath | None = None
+
+
+class ContainerSpec(msgspec.Struct, rename="camel", frozen=True):
+    name: str
+    resources: Requirements = Requirements()
+    restart_policy: str | None = None  # "Always" makes an init container a sidecar
+    security_context: SecurityContext | None = None
+    volume_mounts: list[VolumeMount] = msgspec.field(default_factory=list)
+
+
+class PodSpec(msgspec.Struct, rename="camel", frozen=True):
+    containers: list[ContainerSpec] = msgspec.field(default_factory=list)
+    init_containers: list[ContainerSpec] = msgspec.field(default_factory=list)
+    node_name: str = ""
+    security_context: SecurityContext | None = None
+    volumes: list[Volume] = msgspec.field(default_factory=list)
+    host_pid: bool = msgspec.field(default=False, name="hostPID")
+
+
+class ContainerStatus(msgspec.Struct, frozen=True):
+    """A container that was created; `container_id` with its runtime's scheme, `containerd://...`."""
+
+    name: str
+    container_id: str = msgspec.field(default="", name="containerID")
+
+
+class ExtendedResourceRequest(msgspec.Struct, rename="camel", frozen=True):
+    """A resource of a container that a DRA driver provides: the kubelet asks no device plugin for it."""
+
+    container_name: str
+    resource_name: str
+
+
+class ExtendedResourceClaim(msgspec.Struct, rename="camel", frozen=True):
+    """PodExtendedResourceClaimStatus, Kubernetes 1.34 and later."""
+
+    request_mappings: list[ExtendedResourceRequest] = msgspec.field(default_factory=list)
+
+
+class PodStatus(msgspec.Struct, rename="camel", frozen=True):
+    phase: str = "Pending"
+    reason: str = ""
+    message: str = ""
+    start_time: str | None = None
+    container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
+    init_container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
+    extended_resource_claim_status: ExtendedResourceClaim | None = None
+
+
+class Pod(msgspec.Struct, frozen=True, dict=True):
+    """A pod; fields that are not named here are skipped while decoding."""
+
+    metadata: Metadata
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+    @property
+    def namespace(self) -> str:
+        return self.metadata.namespace
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+    @property
+    def uid(self) -> str:
+        return self.metadata.uid
+
+    @property
+    def annotations(self) -> Mapping[str, str]:
+        return self.metadata.annotations
+
+    @cached_property
+    def key(self) -> tuple[str, str]:
+        """Namespace and name."""
+        return (self.namespace, self.name)
+
+    @cached_property
+    def containers(self) -> tuple[Container, ...]:
+        """In the order in which the kubelet admits them."""
+        early = [
+            Container(
+                each.name,
+                self.asked_of(each),
+                Stage.SIDECAR if each.restart_policy == "Always" else Stage.INIT,
+            )
+            for each in self.spec.init_containers
+        ]
+        return (*early, *(Container(each.name, self.asked_of(each)) for each in self.spec.containers))
+
+    @property
+    def ending(self) -> bool:
+        """Whether deletion was asked for."""
+        return self.metadata.deletion_timestamp is not None
+
+    @property
+    def started(self) -> bool:
+        """Whether its kubelet has admitted it, or turned it away: its status has a start time."""
+        return self.status.start_time is not None
+
+    @property
+    def init_devices(self) -> bool:
+        """Whether plain init containers ask for devices, which PodResources never shows."""
+        return any(each.stage is Stage.INIT and each.limits for each in self.containers)
+
+    @property
+    def devices(self) -> bool:
+        """Whether any container asks for devices."""
+        return any(each.limits for each in self.containers)
+
+    def container(self, name: str) -> Container | None:
+        return next((each for each in self.containers if each.name == name), None)
+
+    @property
+    def pending(self) -> bool:
+        """Whether it still waits to be admitted or started."""
+        return self.status.phase == "Pending" and not self.ending
+
+    @cached_property
+    def container_names(self) -> dict[str, str]:
+        """Names of its containers by ID, without the runtime's scheme."""
+        status = self.status
+        return {
+            each.container_id.rpartition("://")[2]: each.name
+            for each in (*status.container_statuses, *status.init_container_statuses)
+            if each.container_id
+        }
+
+    @property
+    def finished(self) -> bool:
+        """Whether it runs no more, and so holds nothing."""
+        return self.status.phase in FINISHED
+
+    def may_run_as_root(self, container: str) -> str | None:
+        """Why a container may run as root, in words; None: its security context rules it out."""
+        pod = self.spec.security_context
+        both = (*self.spec.containers, *self.spec.init_containers)
+        own = next((each.security_context for each in both if each.name == container), None)
+        user = next((s.run_as_user for s in (own, pod) if s and s.run_as_user is not None), None)
+        if user is not None:
+            return None if user else "runAsUser is 0"
+        refused = next((s.run_as_non_root for s in (own, pod) if s and s.run_as_non_root is not None), None)
+        return None if refused else "its user is the image's choice"
+
+    def lacks(self, resources: AbstractSet[str], held: AbstractSet[tuple[str, str]]) -> bool:
+        """Whether it asks for any of `resources` that it does not hold: (container, resource).
+
+        One half of a pair is not enough. Plain init containers hold nothing by the kubelet's records once
+        they have ended, so that their requests count only where the pod holds nothing at all.
+        """
+        if not held:
+            return self.asks_for(resources)
+        return any(
+            (each.name, resource) not in held
+            for each in self.spec.containers
+            for resource in resources & self.asked_of(each).keys()
+        )
+
+    def asks_for(self, resources: AbstractSet[str]) -> bool:
+        """Whether any of its containers asks the kubelet for one of `resources`."""
+        spec = self.spec
+        return any(
+            resources & self.asked_of(each).keys() for each in (*spec.containers, *spec.init_containers)
+        )
+
+    def asked_of(self, container: ContainerSpec) -> dict[str, int]:
+        """Whole units of extended resources for which the kubelet asks device plugins.
+
+        A limit of 0 asks for nothing. Left out is what is no whole number of units, and what comes by DRA.
+        """
+        limits, claim = container.resources.limits, self.status.extended_resource_claim_status
+        given = claim.request_mappings if claim and limits else ()
+        by_dra = {each.resource_name for each in given if each.container_name == container.name}
+        found: dict[str, int] = {}
+        for resource, quantity in limits.items():
+            if "/" in resource and resource not in by_dra:  # extended resources alone count whole units
+                with suppress(ValueError):
+                    found[resource] = units(quantity)
+        return {resource: count for resource, count in found.items() if count}

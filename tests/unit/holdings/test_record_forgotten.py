@@ -1,0 +1,47 @@
+"""Units that a kubelet has forgotten while the API server calls their pod alive."""
+
+from pathlib import Path
+
+from agent.holdings.record import Evidence, View, join
+from agent.model.holding import Holding, Record
+from tests.pods import a_pod
+from tests.unit.holdings.record_node import Node
+
+RESOURCE, INIT, MAIN = "nvidia.com/gpu", "GPU-0", "GPU-1"
+LISTED = Record((Holding("ns", "p", "main", RESOURCE, (MAIN,)),), (("ns", "p", "main"),))
+ENTRIES = {
+    ("u", "prepare", RESOURCE): frozenset({INIT}),
+    ("u", "main", RESOURCE): frozenset({MAIN}),
+}
+
+
+def test_what_no_list_shows_outlasts_a_kubelet_that_forgot_it_and_lists_the_pod_again() -> None:
+    view = View({"u": a_pod("ns", "p", (), "u", phase="Running")}, complete=True)
+    record = join(Evidence(), LISTED, ENTRIES, view, same_kubelet=True, fresh=True, read=True)
+    # It has just started, has heard of nobody, and leaves the pod out of its checkpoint.
+    record = join(record, Record(), {}, view, same_kubelet=False, fresh=True)
+    assert {each.ids for each in record.joined.holdings} == {(INIT,), (MAIN,)}
+    for _ in range(2):
+        record = join(record, LISTED, {}, view, same_kubelet=True, fresh=True)
+        assert {each.ids for each in record.joined.holdings} == {(INIT,), (MAIN,)}
+    over = View({"u": a_pod("ns", "p", (), "u", phase="Failed")}, complete=True)
+    record = join(record, Record(), {}, over, same_kubelet=True, fresh=True)
+    assert record.joined.holdings == ()
+
+
+async def test_pods_are_known_once_every_source_has_spoken(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    assert node.watch.known_pods() is None  # nothing was read
+    node.know("u", "web-0")
+    node.kubelet.pods = {"web-0": {"main": "GPU-A"}}
+    node.kubelet.records(("u", "main", "GPU-A"), ("over", "prepare", "GPU-B"))
+    await node.held()
+    assert node.watch.known_pods() == frozenset({"u"})
+    node.kubelet.pods["static"] = {"main": ""}  # nobody says its UID
+    await node.held()
+    assert node.watch.known_pods() is None
+    node.know("s", "static")
+    await node.held()
+    assert "s" in (node.watch.known_pods() or ())
+    node.complete = False
+    assert node.watch.known_pods() is None
