@@ -53,7 +53,7 @@ def build(report: Report, architecture: str = "", version: str = "") -> Path:
     foreign = "" if wanted == own else wanted
     debian.ensure(TOOLS, report)
     base = base_image.base(report, wanted)
-    key = _key(base, foreign, version)
+    key = _key(wanted, foreign, version)
     family = f"agent-image{'-' + foreign if foreign else ''}"
 
     def fill(into: Path) -> None:
@@ -77,8 +77,13 @@ def _sources() -> list[Path]:
     )
 
 
-def _key(base: Path, foreign: str, version: str) -> str:
-    recipe = f"{base.name} {toolkit_family(foreign).key()} {version}"
+def is_built() -> bool:
+    """Whether the cache has the image of these sources, for the machine's own processor."""
+    return cache.is_built("agent-image", _key(emulation.own_architecture(), "", ""))
+
+
+def _key(architecture: str, foreign: str, version: str) -> str:
+    recipe = f"{'-'.join(base_image.place(architecture))} {toolkit_family(foreign).key()} {version}"
     digest = hashlib.sha256(recipe.encode() + Path(__file__).read_bytes())
     for path in _sources():
         digest.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes() + b"\0")

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from agent.cleanup import this_node
+from agent.mps import leaving
 from agent.cleanup.request import CleanupFailed
 from agent.cleanup.this_node import forget_node
 from agent.cli.main import main
@@ -86,6 +87,7 @@ def test_nothing_is_left_of_a_killed_agent_and_of_daemons_in_a_driver_root(
     there = msgspec.structs.replace(
         settings, driver=msgspec.structs.replace(settings.driver, root=str(driver))
     )
+    leaving.remove_files(there)
     assert this_node.remove_files(there)
     assert [each.name for each in (tmp_path / "cdi").iterdir()] == [".other"]
     assert not points.exists()
@@ -99,6 +101,7 @@ def test_files_of_others_in_a_driver_root_stay(settings: Settings, tmp_path: Pat
     there = msgspec.structs.replace(
         settings, driver=msgspec.structs.replace(settings.driver, root=str(tmp_path / "driver"))
     )
+    leaving.remove_files(there)
     assert this_node.remove_files(there)
     assert [each.name for each in points.iterdir()] == ["somebody"]
 
