@@ -30,6 +30,7 @@ from agent.pairing.cluster_pods import ClusterPods
 from agent.settings import Settings
 from agent.vgpu import memory_limits
 from agent.vgpu.folders import FOLDER as LIMITS
+from agent.vgpu.folders import roots
 from agent.vgpu.library import FOLDER as LIBRARIES
 
 log = structlog.get_logger()
@@ -113,8 +114,9 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
     folder = Path(settings.host.cdi)
     gpus, memory = folder / specification.FILE, folder / memory_limits.FILE
     state, run = Path(settings.host.state), Path(settings.host.run)
-    stay = {state: {BIN, LIBRARIES, LIMITS}, run: {LIMITS}}
-    kept = bool(users) and any(each.exists() for each in (gpus, state / LIBRARIES, run / LIMITS))
+    limits = roots(run).values()
+    stay = {state: {BIN, LIBRARIES, LIMITS}, run: {each.name for each in limits}}
+    kept = bool(users) and any(each.exists() for each in (gpus, state / LIBRARIES, *limits))
     try:
         for socket in (Path(settings.kubelet.root) / "plugins_registry").glob(SOCKETS):
             socket.unlink(missing_ok=True)

@@ -301,7 +301,12 @@ class Isolation:
     async def _admitted(self, request: About, policy: Enforcement, *, library: bool) -> Allocation:
         if library and self.libraries.build is None:
             raise LibraryUnusable(self.libraries.problem or "")
-        about = msgspec.structs.replace(request, policy=policy.value, compute=self.computes and library)
+        about = msgspec.structs.replace(
+            request,
+            policy=policy.value,
+            compute=self.computes and library,
+            layout=self.folders.newest,
+        )
         key = key_of(about.ids)
         async with self._turn:
             # Before: a call that is cut off leaves a folder that is to go, too.
