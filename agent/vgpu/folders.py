@@ -176,7 +176,7 @@ class LimitFolders:
         return sorted(found)
 
     def layout_of(self, key: str) -> ModuleType:
-        """What reads and writes the files of a folder. Raises OtherLayout: this agent cannot."""
+        """The module that reads and writes the files of a folder. Raises OtherLayout: there is none."""
         return self._layout(self._number.get(key, self.newest))
 
     def _layout(self, number: int) -> ModuleType:

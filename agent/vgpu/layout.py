@@ -37,7 +37,7 @@ BEAT_AT = GATE_AT + 8
 CORRECTION_ONE = 65536
 RIVAL = 256
 HEADER = struct.Struct("<QIIII64sQ412x")
-COPY = struct.Struct("<Q16sQQQQIIIIIIII20x")
+COPY = struct.Struct("<Q16sQQQQIIIIIIIIQ12x")
 CRC = struct.Struct("<I")
 GATE = struct.Struct("<II")
 
@@ -77,6 +77,7 @@ class DeviceLimits:
     correction: float = 1.0  # learned device times are worth 1 / this much of the share
     context_bytes: int = 0  # charged for each context
     rivals: float | None = None  # other processes at work on the GPU at a time, on average; None: not known
+    forgiven_bytes: int = 0  # charged, and by the driver's measure not there: they do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,7 @@ def _copy(generation: int, limits: DeviceLimits) -> bytes:
         0,
         STRICT * limits.strict | COMPUTE * limits.compute,
         0 if limits.rivals is None else round(limits.rivals * RIVAL) + 1,
+        limits.forgiven_bytes,
     )
     return body + CRC.pack(zlib.crc32(body))
 
@@ -268,7 +270,7 @@ def _newest(record: bytes) -> tuple[int, int, DeviceLimits]:
     found = []
     for place in (0, 1):
         body = record[place * COPY_BYTES : (place + 1) * COPY_BYTES]
-        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags, rivals = (
+        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags, rivals, over = (
             COPY.unpack_from(body)
         )
         if generation and CRC.unpack_from(body, COPY.size)[0] == zlib.crc32(body[: COPY.size]):
@@ -284,6 +286,7 @@ def _newest(record: bytes) -> tuple[int, int, DeviceLimits]:
                 (correction or CORRECTION_ONE) / CORRECTION_ONE,
                 context,
                 (rivals - 1) / RIVAL if rivals else None,
+                over,
             )
             found.append((generation, place, limits))
     if not found:

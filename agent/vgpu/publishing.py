@@ -46,6 +46,7 @@ class Publisher:
         self._written: dict[str, str] = {}  # by UID of the pod
         self._refusing: set[str] = set()  # folders whose containers keep the agent from them
         self._bypassed: set[str] = set()  # folders whose containers have what the library cannot count
+        self._differing: dict[str, bool] = {}  # folders with an event, and whether something is forgiven
         self._announced: set[str] = set()  # folders with an event already
 
     def take_up(self) -> None:
@@ -79,6 +80,12 @@ class Publisher:
             if usage.newer and key in known and key not in self._bypassed and not _is_strict(known[key]):
                 self._bypassed.add(key)
                 self._events.bypassed(known[key].about, usage.newer_name)
+        lasting = self._watch.differences.lasting
+        for key, difference in lasting.items():
+            forgiven = difference.forgiven_bytes > 0
+            if key in known and self._differing.get(key) is not forgiven:
+                self._events.differs(known[key].about, difference)
+        self._differing = {key: each.forgiven_bytes > 0 for key, each in lasting.items()}
         abouts = {limits.about.uid: limits.about for limits in known.values()}
         for uid, entries in pods.items():
             text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
@@ -110,6 +117,8 @@ class Publisher:
                 yield d.CONTAINER_PEAK, usage.peak_bytes, place
                 yield d.CONTAINER_REPAIRED, usage.repaired, place
                 yield d.CONTAINER_NEWER, usage.newer, place
+                differs = self._watch.differences.lasting.get(key)
+                yield d.CONTAINER_DIFFERENCE, differs.excess_bytes if differs else 0, place
         for place, share in self.shares().items():
             yield d.CONTAINER_THROTTLED, share.throttled_seconds, place
             yield d.CONTAINER_ALLOTTED, share.allotted / 100, place

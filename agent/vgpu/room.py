@@ -397,8 +397,8 @@ class Isolation:
         try:
             try:
                 now = self.folders.limits(key)
-                if now.memory_bytes != about.memory_bytes:
-                    self.folders.change(key, memory_bytes=about.memory_bytes)
+                if now.memory_bytes != about.memory_bytes or now.forgiven_bytes:
+                    self.folders.change(key, memory_bytes=about.memory_bytes, forgiven_bytes=0)
                 place = about.gpu, about.namespace
                 self.contexts.remembered(key, place, now.context_bytes, about.memory_bytes)
             except AccessRefused:

@@ -74,7 +74,8 @@ struct gna_limit {
     uint32_t sampling;       /*  76  reserved */
     uint32_t flags;          /*  80  GNA_FLAG_* */
     uint32_t rivals;         /*  84  other processes at work on this GPU at a time, on average, in 1/256, and 1; 0: not known */
-    uint8_t reserved[20];    /*  88 */
+    uint64_t forgiven_bytes; /*  88  charged, and by the driver's measure not there: as if the cap were higher */
+    uint8_t reserved[12];    /*  96 */
     uint32_t crc;            /* 108  CRC-32 (that of zlib) of bytes 0 to 107 */
 };
 

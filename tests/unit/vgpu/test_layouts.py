@@ -1,7 +1,7 @@
 """Files of two layouts lie beside each other, through upgrades and back: a library meets its own alone.
 
 There is one layout so far. The next one is played by a second copy of its module, whose limit file begins
-with other bytes: what reads one takes the other for no limit file, and would write it anew.
+with other bytes: what reads one takes the other for no limit file, and would write over it.
 """
 
 import importlib.util
