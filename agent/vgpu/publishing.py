@@ -155,10 +155,32 @@ class Publisher:
             "fences": [each.value for each in fences],
             "injected": limits.injected if limits else None,
             "avoidable": list(limits.about.avoidable) if limits else [],
+            "uncounted": self._uncounted(limits, fences) if limits else [],
             "aboveCap": place in self._watch.seen.value.above,
         }
         compute = self._compute(limits) if limits else None
         return {**found, "compute": compute} if compute else found
+
+    def _uncounted(self, limits: ContainerLimits, fences: tuple[Fence, ...]) -> list[str]:
+        """Memory that does not count against the cap of a container, in words."""
+        if Fence.DRIVER in fences:  # it counts all that the library may miss
+            return [] if Fence.LIBRARY in fences else ["managed memory"]
+        if not limits.about.build:
+            return ["all memory: the container has no enforcement library"]
+        found = []
+        if limits.injected is False:
+            found.append("memory of processes without the enforcement library")
+        key = key_of(limits.about.ids)
+        if (usage := self._isolation.counted.get(key)) and usage.newer and not _is_strict(limits):
+            found.append(f"what {usage.newer_name or 'an entry point of the driver'} allocates: too new")
+        if Fence.SWEEP not in fences:
+            found.append("what only a measurement shows, as static variables: nobody measures the container")
+            if not self._isolation.contexts.of(limits.about.gpu, limits.memory_bytes):
+                found.append("contexts: what one takes on this GPU is not known")
+        differs = self._watch.differences.lasting.get(key)
+        if differs and differs.forgiven_bytes:
+            found.append(f"{differs.forgiven_bytes} bytes that are charged and not measured")
+        return found
 
     def _compute(self, limits: ContainerLimits) -> dict[str, Any] | None:
         share = self._shares.value.get(key_of(limits.about.ids)) if self._shares else None

@@ -9,7 +9,7 @@ from agent.telemetry import definitions as d
 from agent.vgpu import layout
 from agent.vgpu.differing import READINGS
 from agent.vgpu.folders import USAGE
-from tests.unit.vgpu.test_watch import CAP, MIB, Node, metric
+from tests.unit.vgpu.test_watch import CAP, MIB, PLACE, Node, metric
 
 TOLD = ("a", "LimitsDiffer", True)
 
@@ -60,6 +60,8 @@ async def test_what_differs_for_a_minute_is_told_and_refuses_nothing(node: Count
     assert "does not count against its cap" in node.owners.messages[-1]
     await node.isolation.tidy()
     assert metric(node.publisher, d.CONTAINER_DIFFERENCE) == [299 * MIB]
+    status = node.publisher.document(PLACE) or {}
+    assert status["uncounted"] == [f"{298 * MIB} bytes that are charged and not measured"]
     # It uses what it was refused: charged and measured grow together.
     await node.charged(1100 * MIB, refused=1)
     await node.looks(800 * MIB, 3)
