@@ -84,6 +84,15 @@ class LimitEvents:
         )
         self._owners.event(about.owner, "LimitsDiffer", text)
 
+    def unmeasured(self, about: About) -> None:
+        """A process of a container cannot measure its launches."""
+        text = (
+            f"a process of container {about.container} cannot measure its launches on GPU {about.gpu}, since "
+            "the driver refuses it events: launches of unknown cost are not held to its share of compute"
+        )
+        log.warning("share_unmeasured", pod=about.pod_key, container=about.container)
+        self._owners.event(about.owner, "ShareUnmeasured", text)
+
     def resized(self, about: About, memory_bytes: int) -> None:
         """A container has another cap than `about` says."""
         text = (

@@ -59,7 +59,9 @@ FIGURES = struct.Struct("<QQQQ")
 FIGURES_AT = 128
 SHARE = struct.Struct("<QQQ")
 SHARE_AT = 256
+UNMEASURED_AT = 280
 NEWER_AT = 272
+COUNT = struct.Struct("<Q")
 NEWER = struct.Struct("<Q16x64s")  # how many, and the name of the last one
 ENTRY_POINT = re.compile(r"cu[A-Za-z0-9_]{1,61}")
 
@@ -91,6 +93,7 @@ class CountedUsage:
     next_ns: int = 0  # CLOCK_MONOTONIC: when its share has caught up with what was launched
     waits: int = 0  # launches that waited for the share
     waited_ns: int = 0
+    unmeasured: int = 0  # processes that cannot measure their launches
     newer: int = 0  # entry points that were given out uncounted, since they are newer than the library
     newer_name: str = ""  # the last of them
 
@@ -192,7 +195,9 @@ def read_usage(content: bytes) -> list[CountedUsage]:
     named = text if ENTRY_POINT.fullmatch(text) else ""  # the container can write anything there
     counts = [
         CountedUsage(
-            *FIGURES.unpack_from(content, start + FIGURES_AT), *SHARE.unpack_from(content, start + SHARE_AT)
+            *FIGURES.unpack_from(content, start + FIGURES_AT),
+            *SHARE.unpack_from(content, start + SHARE_AT),
+            *COUNT.unpack_from(content, start + UNMEASURED_AT),
         )
         for start in starts
     ]

@@ -47,6 +47,7 @@ class Publisher:
         self._refusing: set[str] = set()  # folders whose containers keep the agent from them
         self._bypassed: set[str] = set()  # folders whose containers have what the library cannot count
         self._differing: dict[str, bool] = {}  # folders with an event, and whether something is forgiven
+        self._unmeasured: dict[str, int] = {}  # processes with an event, by folder
         self._announced: set[str] = set()  # folders with an event already
 
     def take_up(self) -> None:
@@ -75,17 +76,7 @@ class Publisher:
             if key in known:
                 self._events.access_refused(known[key].about, self._isolation.refusing[key])
         self._refusing = set(self._isolation.refusing)
-        self._bypassed &= known.keys()
-        for key, usage in self._isolation.counted.items():
-            if usage.newer and key in known and key not in self._bypassed and not _is_strict(known[key]):
-                self._bypassed.add(key)
-                self._events.bypassed(known[key].about, usage.newer_name)
-        lasting = self._watch.differences.lasting
-        for key, difference in lasting.items():
-            forgiven = difference.forgiven_bytes > 0
-            if key in known and self._differing.get(key) is not forgiven:
-                self._events.differs(known[key].about, difference)
-        self._differing = {key: each.forgiven_bytes > 0 for key, each in lasting.items()}
+        self._tell_of_counts(known)
         abouts = {limits.about.uid: limits.about for limits in known.values()}
         for uid, entries in pods.items():
             text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
@@ -93,6 +84,25 @@ class Publisher:
                 self._written[uid] = text
                 self._events.annotate(abouts[uid], {ANNOTATION: text})
         self._written = {uid: text for uid, text in self._written.items() if uid in abouts}
+
+    def _tell_of_counts(self, known: Mapping[str, ContainerLimits]) -> None:
+        """Events for what the library's counts show; each once."""
+        self._bypassed &= known.keys()
+        for key, usage in self._isolation.counted.items():
+            if usage.newer and key in known and key not in self._bypassed and not _is_strict(known[key]):
+                self._bypassed.add(key)
+                self._events.bypassed(known[key].about, usage.newer_name)
+        for key, usage in self._isolation.counted.items():
+            if usage.unmeasured > self._unmeasured.get(key, 0) and key in known:
+                self._unmeasured[key] = usage.unmeasured
+                self._events.unmeasured(known[key].about)
+        self._unmeasured = {key: count for key, count in self._unmeasured.items() if key in known}
+        lasting = self._watch.differences.lasting
+        for key, difference in lasting.items():
+            forgiven = difference.forgiven_bytes > 0
+            if key in known and self._differing.get(key) is not forgiven:
+                self._events.differs(known[key].about, difference)
+        self._differing = {key: each.forgiven_bytes > 0 for key, each in lasting.items()}
 
     @property
     def sweeps(self) -> bool:
@@ -117,6 +127,7 @@ class Publisher:
                 yield d.CONTAINER_PEAK, usage.peak_bytes, place
                 yield d.CONTAINER_REPAIRED, usage.repaired, place
                 yield d.CONTAINER_NEWER, usage.newer, place
+                yield d.CONTAINER_UNMEASURED, usage.unmeasured, place
                 differs = self._watch.differences.lasting.get(key)
                 yield d.CONTAINER_DIFFERENCE, differs.excess_bytes if differs else 0, place
         for place, share in self.shares().items():

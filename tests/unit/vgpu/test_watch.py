@@ -331,6 +331,24 @@ async def test_status_says_what_is_not_counted(node: Node) -> None:
         assert uncounted() == expected
 
 
+async def test_launches_that_cannot_be_measured_are_told_of(node: Node) -> None:
+    key = await node.admit()
+    path = node.isolation.folders.path(key, USAGE)
+
+    def count(number: int) -> None:
+        at = layout.USAGE_HEADER_BYTES + layout.UNMEASURED_AT
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(layout.COUNT.pack(number))
+
+    for number, events in ((0, 0), (1, 1), (1, 1), (3, 2)):
+        await anyio.to_thread.run_sync(count, number)
+        await node.isolation.tidy()
+        await node.look(0)
+        assert node.owners.events.count(("a", "ShareUnmeasured", True)) == events
+        assert metric(node.publisher, d.CONTAINER_UNMEASURED) == [number]
+
+
 async def test_without_processes_of_the_host_the_sweep_is_not_said_to_hold(node: Node) -> None:
     await node.admit()
     node.now = PATIENCE_SECONDS
