@@ -131,7 +131,7 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
             # The folder may be read-only where there is nothing of ours.
             if file.is_file():
                 file.unlink()
-        for draft in folder.glob(f"{DRAFT}*"):
+        for draft in gpus.parent.glob(f"{DRAFT}*"):
             draft.unlink(missing_ok=True)
         for root, names in stay.items():
             if root.is_dir():

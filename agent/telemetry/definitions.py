@@ -316,6 +316,18 @@ CONTAINER_NEWER = _counter(
     "Entry points of the driver that a vGPU container asked for and that are newer than the enforcement "
     "library, which counts nothing of them and refuses them where strict; by its own word.",
 )
+CONTAINER_UNMEASURED = _counter(
+    "container_unmeasured_processes",
+    _COMPUTE,
+    "Processes of a vGPU container that could not measure their launches, so that those of unknown cost are "
+    "not held to its share of compute; by its own word.",
+)
+CONTAINER_DIFFERENCE = _gauge(
+    "container_memory_charge_error_bytes",
+    _COMPUTE,
+    "What a vGPU container is charged beyond what the driver measures, below zero where it is too little; 0 "
+    "unless they have differed by 10 % and 64 MiB for a minute.",
+)
 CONTAINER_THROTTLED = _counter(
     "container_throttled_seconds",
     _COMPUTE,

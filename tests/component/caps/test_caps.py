@@ -30,15 +30,16 @@ def out_pitch():
     check("cuMemAllocPitch_v2", ctypes.byref(address), ctypes.byref(pitch), size(65536), size(1024), 4)
     return address.value
 """
-FITS = (1024 - 300) // 64
 
 
+@pytest.mark.parametrize("context", [138, 418])  # the double's own size is that of the containers here
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_cap_holds_to_the_byte(
-    kind: str, container: MakeContainer, machine: CudaMachine, programs: Programs
+    kind: str, context: int, container: MakeContainer, machine: CudaMachine, programs: Programs
 ) -> None:
-    made = container(1024)
-    program = programs(made, PITCH, "init()", f"count = {FITS}")
+    made = container(1024, context=context)
+    machine.state.devices[0].context_bytes = context * MIB
+    program = programs(made, PITCH, "init()", f"count = {(1024 - context) // 64}")
     program(CLASSES[kind])
     assert machine.used() == made.charged()
     assert 1024 * MIB - 64 * MIB < machine.used() <= 1024 * MIB
