@@ -172,6 +172,12 @@ CONTAINER_UTILIZATION_MEAN = _gauge(
 CONTAINER_UTILIZATION_MOST = _gauge(
     "container_utilization_max_ratio", _GRADED, f"The most of it over sampling.windowSeconds; {_WEAKEST}"
 )
+CONTAINER_GPU_SECONDS = _counter(
+    "container_gpu_seconds",
+    _SHARE,
+    "GPU time that the container used, in seconds of a whole GPU; only what was measured counts, and it is "
+    "missing where use is estimated. For bills: `increase()` misses nothing between two scrapes.",
+)
 CONTAINER_CORE_LIMIT = _gauge(
     "container_core_limit_ratio",
     _SHARE,
