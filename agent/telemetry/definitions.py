@@ -135,8 +135,9 @@ GPU_PROBATION_LEFT = _gauge(
 GPU_XIDS = _counter("gpu_xids", (*_GPU, "xid"), "Xids of the GPU, harmless ones included.")
 GPU_LAST_XID_TIME = _gauge(
     "gpu_last_xid_timestamp_seconds",
-    (*_GPU, "xid"),
-    "When the GPU's newest Xid of that number came, in seconds since 1970; missing before the first one.",
+    (*_GPU, "xid", "class"),
+    "When the GPU's newest Xid of that number came, in seconds since 1970; missing before the first one. "
+    "class: application (a program's fault), hardware, informational.",
 )
 GPU_ECC_EVENTS = _counter("gpu_ecc_uncorrected_events", _GPU, "Events of uncorrectable memory errors.")
 GPU_EVENTS_WATCHED = _gauge(
