@@ -118,6 +118,32 @@ def test_idle_gpus_raise_an_alert(tmp_path: Path) -> None:
     check(tmp_path, {"input_series": inputs, "alert_rule_test": tests}, needed("GPUIdle"))
 
 
+def test_estimates_feed_nothing(tmp_path: Path) -> None:
+    """A container that ends badly at its limit, by an estimate: it may be its neighbour's memory."""
+    share = {**G1, "namespace": "a", "pod": "guess", "container": "main", "mode": "vgpu"}
+    guess = {**share, "attribution": "estimated"}
+    inputs = [
+        series("gpu_agent_container_memory_limit_bytes", "100x90", **share),
+        series("gpu_agent_container_core_limit_ratio", "0.5x90", **share),
+        series("gpu_agent_container_memory_used_bytes", "99x90", **guess),
+        series("gpu_agent_container_memory_used_max_bytes", "99x90", **guess),
+        series("gpu_agent_container_utilization_ratio", "0.5x90", **guess),
+        series("gpu_agent_container_utilization_mean_ratio", "0.5x90", **guess),
+        series("gpu_agent_container_utilization_max_ratio", "0.5x90", **guess),
+        series(
+            "kube_pod_container_status_restarts_total",
+            "0x20 1x70",
+            namespace="a",
+            pod="guess",
+            container="main",
+        ),
+    ]
+    inputs.append(series("gpu_agent_extender_ready", "1x90"))
+    fed = '{__name__=~"(pod|namespace|namespace_month|namespace_resource):.*(_used|utilization).*"}'
+    quiet = [{"expr": expr, "eval_time": "30m", "exp_samples": []} for expr in (fed, "ALERTS")]
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": quiet})
+
+
 def test_quiet_week_raises_nothing(tmp_path: Path) -> None:
     """Idle nights, a gated pod, an estimate at its limit, a notice of the driver, an agent that restarts."""
     day = "0x299 0.8x1139"
