@@ -90,6 +90,7 @@ class Sample:
     # Processes that did nothing are left out. None: the GPU has no such figures.
     busy: tuple[tuple[int, float], ...] | None = None
     newest_us: int = 0  # time stamp of the newest of those samples; 0: there is none
+    busy_us: tuple[tuple[int, ...], ...] = ()  # by entry of `busy`: its samples' time stamps, ascending
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ _VALUES: Sequence[tuple[d.Definition, Value, Callable[[ContainerUse], Attributio
         lambda each: each.utilization.most if each.utilization else None,
         lambda each: each.utilization_grade,
     ),
+    (d.CONTAINER_GPU_SECONDS, lambda each: each.gpu_seconds, None),
     (d.CONTAINER_CORE_LIMIT, lambda each: each.use.share.core_limit, None),
     (d.CONTAINER_PROCESSES, lambda each: each.use.processes if _memory_known(each) else None, None),
 )
