@@ -147,7 +147,7 @@ class Verbs:
             return scheduler_protocol.bound(str(error)), "refused"
         return scheduler_protocol.bound(), "ok"
 
-    async def simulate(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
+    async def simulate(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         """As filter answers, for callers that will not bind."""
         asked = await _asked(request)
         try:
