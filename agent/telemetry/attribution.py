@@ -187,7 +187,7 @@ def _utilization(
             0.0 if value is None and not split.processes[number] else value
             for number, value in enumerate(own)
         ]
-    # Nobody is told to use what others are known to use: together they never have more than the GPU.
+    # What some are known to use is nobody else's: together they never have more than the GPU.
     free = max(0.0, 1.0 - sum(value or 0.0 for value in own))
     return _shared_out(own, min(free, left), weights, weights)
 

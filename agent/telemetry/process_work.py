@@ -82,7 +82,7 @@ class GpuWork:
         self._forget(sample, now, elapsed)
         work = {pid: share for pid, owed in self._owed.items() if (share := owed.pay(elapsed))}
         total = sum(work.values())
-        if total > 1.0:  # clients of an MPS server run at once, and each is told to have had the whole GPU
+        if total > 1.0:  # clients of an MPS server run at once, and each may seem to have the whole GPU
             work = {pid: share / total for pid, share in work.items()}
         return work, elapsed
 

@@ -134,7 +134,7 @@ class Sampler:
         )
 
     def taken(self, uuid: str, found: Sample | NvmlError) -> TakenSample | None:
-        """What a reading comes to, told to the windows; None, and a failure counted, for an error."""
+        """Take a reading into the windows. An error counts as a failure, and gives None."""
         if isinstance(found, NvmlError):
             self._counted.pop(uuid, None)
             self._failures[uuid] = self._failures.get(uuid, 0) + 1

@@ -156,7 +156,7 @@ async def test_idle_means_nothing_at_all(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_containers_never_sum_above_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each is told to have had the whole GPU, as clients of an MPS server are; and some take turns.
+    # Each seems to have had the whole GPU, as clients of an MPS server are; and some take turns.
     for together in (
         [bursts(1.0, 1.0)] * 4,
         [bursts(3.0, 0.4), bursts(2.0, 0.9), bursts(5.0, 0.7)],
