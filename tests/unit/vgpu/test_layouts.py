@@ -17,7 +17,6 @@ import msgspec
 import pytest
 
 from agent.kit.cell import Cell
-from agent.kubelet.podresources import Holding, PodList
 from agent.model.mount import Mount
 from agent.vgpu import layout
 from agent.vgpu import library as libraries
