@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from agent.kit.cell import Cell
+from agent.model.holding import Holding, Record
 from agent.model.mount import Mount
 from agent.vgpu import layout
 from agent.vgpu import library as libraries
@@ -72,7 +73,7 @@ class Node:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.record: Cell[PodList | None] = Cell(PodList((), ()))
+        self.record: Cell[Record | None] = Cell(Record((), ()))
         self.pods: dict[str, tuple[str, ...]] = {}
         (root / "image.so").write_bytes(libraries.ELF + b"one")
 
@@ -94,7 +95,7 @@ class Node:
         held = tuple(Holding("default", name, "main", HELD, ids) for name, ids in self.pods.items())
         alive = frozenset(f"uid-{name}" for name in self.pods)
         places = tuple(("default", name, "main") for name in self.pods)
-        self.record.publish(PodList(held, places, unfinished=alive))
+        self.record.publish(Record(held, places, unfinished=alive))
         return Mounted(found.mounts, reader)
 
 
