@@ -36,7 +36,9 @@ class _Owed:
         for number, stamp in enumerate(stamps):
             part = DRIVER_SECONDS
             gap = part if self.stamp is None else (stamp - self.stamp) / 1e6
-            if 0 <= gap < part:
+            if gap < 0:
+                self.seconds = 0.0  # the clock was set back: what is not shown yet is of before
+            elif gap < part:
                 part = max(gap, SHORTEST_SECONDS)
                 # The sample before stood for a longer period than this driver has.
                 excess = max(0.0, self.stood_for - gap)

@@ -236,7 +236,7 @@ async def test_whenbusy_refuse(rig: Rig) -> None:
         (holder,) = await node.run("pgpu", "holder")
         await node.want("vgpu")
         told = await node.reach("blocked", "vgpu")
-        # Whoever may get nodes reads the annotation, so it counts pods; the log names them.
+        # Everybody who may get nodes reads the annotation, so it counts pods; the log names them.
         assert "in use by 1 pod;" in told["message"]
         assert "whenBusy" in told["message"]
         assert any("default/holder" in each["message"] for each in await node.logged("mode_state"))
