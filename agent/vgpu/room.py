@@ -217,7 +217,14 @@ class Isolation:
             return
         held, now = self._read(record), self._clock()
         known = self.containers.value
-        ended = {key for key, limits in known.items() if limits.about.uid in record.ended}
+        # A name that the kubelet lists may be a later pod's: that of whom an interrupted watch showed the earlier
+        # one. It has these limits then, and no reading shows its units yet.
+        ended = {
+            key
+            for key, limits in known.items()
+            if limits.about.uid in record.ended
+            and (limits.about.namespace, limits.about.pod) not in record.pods
+        }
         lives = {key for key, limits in known.items() if limits.about.uid in record.unfinished}
         gone = [
             key
