@@ -62,9 +62,9 @@ class ClusterPods(PodSource):
         except ApiError as error:
             raise PodsUnavailable(str(error)) from error
 
-    async def read(self, namespace: str, name: str) -> Pod | None:
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
         try:
-            return await self._cache.read(namespace, name)
+            return await self._cache.fetch(namespace, name)
         except ApiError as error:
             raise PodsUnavailable(str(error)) from error
 
@@ -76,7 +76,7 @@ class ClusterPods(PodSource):
 
         async def ask(uid: str, key: PodKey) -> None:
             with suppress(PodsUnavailable):
-                now = await self.read(*key)
+                now = await self.fetch(*key)
                 if now is None or now.uid != uid or now.finished:
                     self._over[uid] = None
                     log.info("pod_is_over", pod="/".join(key), uid=uid)

@@ -44,10 +44,10 @@ class PodSource:
         return True
 
     async def get(self, namespace: str, name: str) -> Pod | None:
-        """One pod, read again unless a good copy is there; else as `read`."""
-        return await self.read(namespace, name)
+        """One pod, read again unless a good copy is there; else as `fetch`."""
+        return await self.fetch(namespace, name)
 
-    async def read(self, namespace: str, name: str) -> Pod | None:
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
         """One pod, read again, within a second; None: there is none. Raises PodsUnavailable."""
         raise PodsUnavailable(f"pod {namespace}/{name} cannot be read: the agent has no API server")
 

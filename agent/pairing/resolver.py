@@ -160,7 +160,7 @@ class RequesterResolver:
         if pod.uid not in asked:
             asked[pod.uid] = None
             try:
-                fresh = await self._source.read(*pod.key)
+                fresh = await self._source.fetch(*pod.key)
             except PodsUnavailable as error:
                 log.info("pod_unreadable", pod="/".join(pod.key), problem=str(error))
             else:

@@ -217,8 +217,8 @@ class Isolation:
             return
         held, now = self._read(record), self._clock()
         known = self.containers.value
-        # A name that the kubelet lists may be a later pod's: that of whom an interrupted watch showed the earlier
-        # one. It has these limits then, and no reading shows its units yet.
+        # A name that the kubelet lists may be a later pod's, which got its limits while an interrupted watch
+        # showed the earlier one, and whose units no reading shows yet.
         ended = {
             key
             for key, limits in known.items()

@@ -112,10 +112,8 @@ class PgpuPlugin:
             )
         taken, record = await self._taken(ids)
         refused = {text: held for text, held in taken.items() if not self._inherited(held, record)}
-        if refused:
-            refused = await self._confirmed(refused)
-        if refused:
-            raise self._held_already(refused)
+        if refused and (confirmed := await self._confirmed(refused)):
+            raise self._held_already(confirmed)
         # Once more: while the kubelet was asked a GPU may have changed its mode or fallen ill.
         gpus = dict.fromkeys(self._sold(device_id).gpu for device_id in ids)
         self._granted |= dict.fromkeys(ids, monotonic())

@@ -174,7 +174,7 @@ class KubeletModel(PodSource):
             raise PodsUnavailable("no API server here")
         return self.api.get((namespace, name))
 
-    async def read(self, namespace: str, name: str) -> Pod | None:
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
         """One GET."""
         self.gets += 1
         if not self.reachable:

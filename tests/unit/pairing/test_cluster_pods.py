@@ -282,7 +282,7 @@ async def test_a_pod_is_over_by_the_answer_to_a_question_ahead_of_the_watch(
         def cgroup_uids(self) -> CgroupUids[Pod]:
             return CgroupUids({**self.items, "hash": api_pod("mirror")}, frozenset({"contested"}))
 
-        async def read(self, namespace: str, name: str) -> Pod | None:
+        async def fetch(self, namespace: str, name: str) -> Pod | None:
             asked.append((namespace, name))
             if isinstance(answer, Exception):
                 raise answer
