@@ -34,7 +34,7 @@ def observe(found: Callable[[str], None]) -> Callable[[], None]:
         life = seams.LIFE.get()
         known = {*before, *asking}
         # A copy that waits is believed while the API server says nothing: a successor of its name is then not
-        # to be told apart. Limits stay by the name, and the container is the right one.
+        # to be known from it. Limits stay by the name, and the container is the right one.
         believed = answer.pod.status.phase == "Pending" and not self._resolver._source.current()
         named_so = {(names[uid], container) for uid, container in known}
         if believed and ("/".join(answer.pod.key), answer.container) in named_so:
