@@ -34,7 +34,11 @@ RUN set -eu; cd /image/opt/gpu-node-agent; mkdir lib; \
     rm -rf agent/vgpu/clib .ci
 COPY .ci/slim-root .ci/finish-image /build/
 # Byte code is made here, by the interpreter that will run it: the root file system is read-only later.
-RUN mv /build/finish-image /image/opt/gpu-node-agent/ && python3 /build/slim-root /image
+# `.ci/release version --package` says it; without it the image says what agent/__init__.py does.
+ARG VERSION=""
+RUN if [ -n "$VERSION" ]; then \
+        sed -i "s/^__version__ = .*/__version__ = \"$VERSION\"/" /image/opt/gpu-node-agent/agent/__init__.py; fi; \
+    mv /build/finish-image /image/opt/gpu-node-agent/ && python3 /build/slim-root /image
 
 FROM scratch
 COPY --from=build /image /

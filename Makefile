@@ -12,6 +12,8 @@ PYTHON_IN_VENV := .venv/bin/python
 CORES := $(shell nproc)
 # Tests wait for most of their time (docs/decisions.md), and each worker reads all of them first.
 WORKERS ?= $(shell workers=$$((3 * $(CORES))); echo $$((workers < 32 ? workers : 32)))
+# Each has clusters of its own, which take processor time and a GiB of memory even while a test waits.
+CLUSTER_WORKERS ?= $(shell workers=$$(((3 * $(CORES) + 1) / 2)); echo $$((workers < 4 ? workers : 4)))
 # Targets side by side, each with its output in one piece; all run even if one fails. A recipe that names $(MAKE)
 # itself would run in a dry run, too.
 TOGETHER := $(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=4
@@ -60,10 +62,10 @@ fuzz: venv ## 100,000 inputs to everything that others can write to (COUNT=, SEE
 	FUZZ_COUNT=$(or $(COUNT),100000) FUZZ_SEED=$(or $(SEED),1) \
 		$(PYTHON_IN_VENV) -m pytest -n 2 --dist worksteal tests/fuzz
 
-test-cluster: venv ## the scenarios on a real kubelet and containerd (builds them once, minutes)
+test-cluster: venv ## the scenarios on a real kubelet and containerd (says what it builds first, and for how long; CLUSTER_WORKERS=)
 	@mkdir -p build
 	$(PYTHON_IN_VENV) -m tests.cluster.build
-	$(PYTHON_IN_VENV) -m pytest tests/cluster --junitxml=build/cluster.xml
+	$(PYTHON_IN_VENV) -m pytest -n $(CLUSTER_WORKERS) tests/cluster --junitxml=build/cluster.xml
 
 test-gpu: venv ## everything that needs a real GPU; VGPU_TABLE=page of shares (default in build), TABLE=page of MPS, too
 	@mkdir -p build
@@ -127,8 +129,7 @@ image: venv ## build the container image from the Dockerfile, without an engine:
 	$(PYTHON_IN_VENV) -m tests.cluster.build.agent_image build/image$(if $(ARCH),-$(ARCH)).tar $(ARCH)
 
 chart: venv ## check the chart and pack it: build/gpu-node-agent-<version>.tgz
-	helm lint --strict charts/gpu-node-agent --namespace gpu-node-agent
-	helm package charts/gpu-node-agent --destination build
+	@.ci/release chart
 
 clean: ## remove what was built, .venv included
 	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

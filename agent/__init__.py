@@ -1,3 +1,4 @@
 """GPU node agent: one process per GPU node, three ways of sharing, switched live."""
 
-__version__ = "0.2.0"
+# What is built of a commit says which one, too (.ci/build_version.py).
+__version__ = "0.3.0.dev0"

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from agent.app.build_switching import catalog_of
 from agent.app.run import core_of
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment
+from agent.modes.desired import catalog_of
 from agent.modes.sources import DesiredSource
 from agent.modes.wing import Node
 from agent.pairing.pod_access import PodSource, Recorder

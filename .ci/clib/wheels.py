@@ -49,15 +49,16 @@ def only_one(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
-def unpacked(package: str, platform: str, wanted: Callable[[str], bool]) -> Path:
+def unpacked(package: str, platform: str, wanted: Callable[[str], bool], part: str = "") -> Path:
     """The folder with the members of the wheel for which `wanted` holds, at their paths in the wheel.
 
-    `platform` is a wheel's platform tag, such as `manylinux2014_x86_64`. Complete or absent: the folder gets
-    its name by rename, under a lock that concurrent builds share. Raises BuildError.
+    `platform` is a wheel's platform tag, such as `manylinux2014_x86_64`; `part` names what is wanted of a
+    wheel that has several things. Complete or absent: the folder gets its name by rename, under a lock that
+    concurrent builds share. Raises BuildError.
     """
     line = requirement(package)
     digest = hashlib.sha256(f"{line} {platform}".encode()).hexdigest()[:12]
-    final = cache_root() / f"{package}-{digest}"
+    final = cache_root() / f"{package}{part and '-' + part}-{digest}"
     if final.is_dir():
         return final
     with only_one(cache_root(), package):

@@ -8,23 +8,24 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.app import degradations
+from agent.app import build_cdi
 from agent.app.agent import Agent
-from agent.app.build_cdi import build_cdi, start_cdi
-from agent.app.build_cluster import build_pod_ports, follow_cluster, follow_node_software
+from agent.app.build_cluster import follow_cluster, follow_node_software
 from agent.app.build_status import start_commands
 from agent.app.build_switching import build_request, build_switching, start_switching
-from agent.app.build_telemetry import build_telemetry
+from agent.app.build_telemetry import build_telemetry, serve_metrics
 from agent.app.parts import Core, Tasks
 from agent.app.wings import WINGS
-from agent.cluster.reach import reach_cluster
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
 from agent.model.growth import Growth
 from agent.model.modes import Assignment
+from agent.modes.mode_metrics import modes_collector
 from agent.modes.wing import Node
+from agent.node import writers as node_writers
 from agent.telemetry.health_metrics import health_collector
+from agent.telemetry.reading import Collector, Sources
 
 log = structlog.get_logger()
 
@@ -42,20 +43,16 @@ async def build(
     That one waits for the first request, within a bounded time.
     `ending` is given what has to be done as the tasks are ended, `closing` once they have ended.
     """
-    settings, snapshot = core.settings, core.inventory.snapshot
-    core.readiness.degradations.append(lambda: degradations.simulated(settings.simulator.profile))
+    settings, snapshot, cluster = core.settings, core.inventory.snapshot, core.cluster
     monitor = GpuMonitor(settings, core.nvml, core.calls, core.inventory, core.supervisor)
     ending.callback(monitor.thread.end_within, NVML_SECONDS)
     closing.callback(monitor.close)
     await monitor.start(tasks.group)
-    core.collectors.append(partial(health_collector, core.inventory, monitor.events))
-    cluster = await reach_cluster(settings)
-    if cluster:
-        closing.push_async_callback(cluster.api.close)
-    sources, uses = await build_telemetry(core, tasks, monitor.thread, cluster)
-    if cluster:
-        follow_cluster(cluster, core, tasks)
-    injector, keeper = await build_cdi(core)
+    sampler, containers = build_telemetry(core)
+    tasks.start("sampler", sampler.run)
+    tasks.start("attribution", containers.run)
+    pods, recorder = follow_cluster(cluster, settings, core.holdings, tasks)
+    injector, keeper = await build_cdi.build_cdi(core)
     await anyio.to_thread.run_sync(injector.look, None)
     if cluster:
         tasks.start("injection", follow_node_software, cluster.node, injector)
@@ -63,12 +60,11 @@ async def build(
         await core.holdings.refresh()
         await snapshot.wait_for(lambda now: now.problem != NOT_YET)
     if keeper:
-        await start_cdi(core, tasks, keeper, injector)
+        await build_cdi.keep_true(keeper, injector, tasks)
     tasks.start("holdings", core.holdings.run)
     request = await build_request(settings)
     assignment: Cell[Assignment] = Cell(Assignment())
     grown: Cell[Mapping[str, Growth]] = Cell({})
-    pods, recorder = build_pod_ports(settings, cluster, tasks)
     node = Node(
         settings=settings,
         name=cluster.node.name if cluster else "",
@@ -80,7 +76,7 @@ async def build(
         pods=pods,
         recorder=recorder,
         cluster=cluster,
-        uses=uses,
+        uses=containers.uses,
         nvml=core.nvml,
         calls=core.calls,
         supervisor=core.supervisor,
@@ -88,13 +84,38 @@ async def build(
     )
     wings = {each.mode: await each.build(node) for each in WINGS}
     for wing in wings.values():
-        core.collectors.append(wing.metrics)
-        core.readiness.degradations.append(wing.remarks)
         for task in wing.tasks():
             tasks.start(task.name, task.run)
-    switching = await build_switching(
-        core, tasks, cluster, monitor, request, wings, assignment, grown, sources.sampler
+    switching = await build_switching(core, tasks, monitor, request, wings, assignment, grown, sampler)
+    written = switching.node.writers if switching.node else {}
+    collectors: list[Collector] = [
+        partial(health_collector, core.inventory, monitor.events),
+        *([partial(build_cdi.metrics, keeper)] if keeper else []),
+        *(each.metrics for each in wings.values()),
+        partial(modes_collector, switching.switcher, switching.unexplained),
+        partial(node_writers.metrics, written),
+    ]
+    core.readiness.follow(
+        lambda: simulated(settings.simulator.profile),
+        *([cluster.remarks] if cluster else []),
+        *([keeper.remarks] if keeper else []),
+        *(each.remarks for each in wings.values()),
+        lambda: [] if cluster is None or cluster.problem else node_writers.remarks(written),
+        switching.cordons.remarks,
+        *([switching.upgrade.remarks] if switching.upgrade else []),
+        switching.switcher.remarks,
     )
+    sources = Sources(
+        core.inventory,
+        sampler,
+        [core.calls, monitor.thread],
+        core.readiness.endpoints,
+        core.supervisor,
+        core.readiness.blockers,
+        collectors,
+        containers.uses,
+    )
+    await serve_metrics(core, tasks, sources)
 
     async def serve() -> None:
         await start_switching(switching, core, tasks, request, grown)
@@ -114,3 +135,8 @@ async def build(
         switching.node,
     )
     return agent, serve
+
+
+def simulated(profile: str | None) -> list[str]:
+    """GPUs that are not there."""
+    return [f"the GPUs are simulated (simulator.profile: {profile}): pods get none"] if profile else []

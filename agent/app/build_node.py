@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from agent.app.degradations import Writer
 from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
 from agent.cluster.reach import ClusterAccess
@@ -27,6 +26,7 @@ from agent.node.inherited import Inherited
 from agent.node.labels import SIMULATED_LABEL, labels_of
 from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals
+from agent.node.writers import Writers
 from agent.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class NodeParts:
     pods: "PodCache"
 
     @property
-    def writers(self) -> Mapping[str, Writer]:
-        """Those who patch it, by the part that they patch."""
+    def writers(self) -> Writers:
         return {"status": self.capacity, "taint": self.taint, "report": self.report}
 
 

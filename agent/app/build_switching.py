@@ -1,15 +1,12 @@
 """Builds the switching of modes: the request, the resources, the switcher, and the writers of its outcome."""
 
-import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import anyio
 
-from agent.app import degradations
 from agent.app.build_node import NodeParts, build_node, start_node
 from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
@@ -20,13 +17,11 @@ from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.growth import Growth
-from agent.model.modes import OFFERED_MODES, Assignment, Mode
-from agent.model.node_layout import Entry
+from agent.model.modes import Assignment, Mode
 from agent.modes.cordon_book import CordonBook
-from agent.modes.desired import Desired, ModeCatalog
+from agent.modes.desired import Desired, catalog_of
 from agent.modes.last_request import LastRequest
 from agent.modes.lingering import Departed, Lingering
-from agent.modes.mode_metrics import modes_collector
 from agent.modes.resources import ResourceSet
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
@@ -34,9 +29,7 @@ from agent.modes.unexplained import Unexplained
 from agent.modes.wing import Wing
 from agent.node import inventory_annotation
 from agent.node.driver_upgrade import DriverUpgrade
-from agent.nvml.nvml_errors import NvmlError, NvmlHung
-from agent.nvml.port import Sample, SampleRequest
-from agent.nvml.sweep import Sweep
+from agent.nvml.processes import ProcessSweep
 from agent.settings import Settings
 from agent.telemetry.sampler import Sampler
 
@@ -45,7 +38,7 @@ FIRST_REQUEST_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ModeRequest:
     """The mode that is wanted, and the one that was before this process."""
 
     source: DesiredSource
@@ -64,18 +57,17 @@ class Switching:
     upgrade: DriverUpgrade | None  # None: the same, or not wanted
 
 
-async def build_request(settings: Settings) -> Request:
+async def build_request(settings: Settings) -> ModeRequest:
     """Where the wanted mode comes from; nothing is followed yet."""
     memory = LastRequest(Path(settings.host.state) / "mode")
-    return Request(DesiredSource(catalog_of(settings)), memory, await memory.read())
+    return ModeRequest(DesiredSource(catalog_of(settings)), memory, await memory.read())
 
 
 async def build_switching(
     core: Core,
     tasks: Tasks,
-    cluster: ClusterAccess | None,
     monitor: GpuMonitor,
-    request: Request,
+    request: ModeRequest,
     wings: Mapping[Mode, Wing],
     assignment: Cell[Assignment],
     grown: Cell[Mapping[str, Growth]],
@@ -83,6 +75,7 @@ async def build_switching(
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
+    cluster = core.cluster
     own = _own_node(cluster) if cluster else None
     most = settings.mps.most_clients
 
@@ -128,21 +121,11 @@ async def build_switching(
     upgrade = None
     if own and follows_upgrades:
         upgrade = DriverUpgrade(own, monitor, snapshot, switcher.state, cordons.cell, in_force)
-    writers = node.writers if node else {}
-    core.collectors.append(
-        partial(modes_collector, switcher.state, lambda: switcher.switches, writers, unexplained)
-    )
-    readiness.degradations += [
-        lambda: degradations.writers(cluster, writers) if cluster else [],
-        lambda: degradations.cordons(cordons),
-        lambda: degradations.driver_upgrade(upgrade) if upgrade else [],
-        lambda: degradations.mode(switcher.state.value),
-    ]
     return Switching(switcher, unexplained, cordons, resources, own, node, upgrade)
 
 
 async def start_switching(
-    parts: Switching, core: Core, tasks: Tasks, request: Request, grown: Cell[Mapping[str, Growth]]
+    parts: Switching, core: Core, tasks: Tasks, request: ModeRequest, grown: Cell[Mapping[str, Growth]]
 ) -> None:
     """Follow the request, and switch once it is known, or has not come for a while."""
     settings, source = core.settings, request.source
@@ -165,44 +148,15 @@ async def start_switching(
         start_node(parts.node, core, tasks, parts.resources, parts.switcher.assignment, grown)
 
 
-def catalog_of(settings: Settings) -> ModeCatalog:
-    """The modes that may be requested under a configuration."""
-    allowed = settings.modes
-    modes = [mode for mode in OFFERED_MODES if getattr(allowed, mode.value)]
-    layouts = {
-        name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
-        for name, entries in settings.layouts.items()
-    }
-    return ModeCatalog(layouts, tuple(modes), settings.default_mode)
-
-
 def _lingering(core: Core) -> Lingering:
-    nvml, record = core.nvml, core.holdings
-
-    def read(uuid: str) -> Sample:
-        return nvml.sample(uuid, SampleRequest(time.time_ns() // 1000, counters=False))
-
-    sweep = Sweep[str, Sample](core.calls, read)
-
-    async def processes(uuids: Collection[str]) -> Mapping[str, Collection[int]]:
-        found: dict[str, Collection[int]] = {}
-
-        def note(uuid: str, outcome: Sample | NvmlError) -> bool:
-            if isinstance(outcome, Sample) and outcome.processes is not None:
-                found[uuid] = [each.pid for each in outcome.processes]
-            return True
-
-        with suppress(NvmlHung):
-            await sweep.over(tuple(uuids), note)
-        return found
-
-    proc, snapshot = Path(core.settings.host.proc), core.inventory.snapshot
+    proc, snapshot, record = Path(core.settings.host.proc), core.inventory.snapshot, core.holdings
 
     def gpus() -> Collection[str]:
         return tuple(snapshot.value.by_uuid)
 
     departed = Departed(gpus, partial(pods_of_strangers, proc=proc), record.known_pods)
-    return Lingering(record.gpus_by_pod, processes, Owners(proc).of, record.cell, departed)
+    pids = ProcessSweep(core.nvml, core.calls).pids
+    return Lingering(record.gpus_by_pod, pids, Owners(proc).of, record.cell, departed)
 
 
 def _unexplained(core: Core, sampler: Sampler, lingering: Lingering) -> Unexplained:

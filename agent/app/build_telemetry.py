@@ -11,18 +11,15 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from agent.app.parts import Core, Tasks
-from agent.cluster.reach import ClusterAccess
 from agent.holdings.owners import Owners
-from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError
 from agent.model.pod import Pod
-from agent.nvml.worker_thread import WorkerThread
-from agent.telemetry.container_use import ContainerWatch, Uses
+from agent.telemetry.container_use import ContainerWatch
 from agent.telemetry.page import MetricsPage
 from agent.telemetry.reading import Sources
 from agent.telemetry.sampler import Sampler
 from agent.web.certificates import Certificates, Files
-from agent.web.connections import Limits
+from agent.web.connections import ConnectionLimits
 from agent.web.server import HttpServer
 
 if TYPE_CHECKING:
@@ -30,16 +27,13 @@ if TYPE_CHECKING:
 
 SWITCH_SECONDS = 0.001
 # For a few scrapers. A connection with TLS takes 0.3 MiB.
-HTTPS_LIMITS = Limits(connections=48, connections_per_address=16, requests=12, requests_per_address=8)
+HTTPS_LIMITS = ConnectionLimits(
+    connections=48, connections_per_address=16, requests=12, requests_per_address=8
+)
 
 
-async def build_telemetry(
-    core: Core, tasks: Tasks, events: WorkerThread, cluster: ClusterAccess | None
-) -> tuple[Sources, Cell[Uses]]:
-    """Start sampler and attribution, serve /metrics. `events`: the thread that waits for NVML's events.
-
-    Answers what a scrape shows, and what containers use. Raises FatalError.
-    """
+def build_telemetry(core: Core) -> tuple[Sampler, ContainerWatch]:
+    """The rounds of samples, and the use of containers that is worked out from them."""
     # Pages are rendered in a thread, and the event loop must not wait 5 ms for the interpreter each time.
     sys.setswitchinterval(SWITCH_SECONDS)
     settings, snapshot = core.settings, core.inventory.snapshot
@@ -57,36 +51,29 @@ async def build_telemetry(
         sampler.samples,
         core.holdings.cell,
         Owners(Path(settings.host.proc)),
-        _known_pods(cluster.pods if cluster else None),
+        _known_pods(core.cluster.pods if core.cluster else None),
         window,
     )
-    tasks.start("sampler", sampler.run)
-    tasks.start("attribution", watch.run)
-    sources = Sources(
-        core.inventory,
-        sampler,
-        [core.calls, events],
-        core.readiness.endpoints,
-        core.supervisor,
-        core.readiness.blockers,
-        core.collectors,
-        watch.uses,
-    )
+    return sampler, watch
+
+
+async def serve_metrics(core: Core, tasks: Tasks, sources: Sources) -> None:
+    """Serve /metrics. Raises FatalError."""
+    settings = core.settings
     compatible = settings.cluster.own_node if settings.metrics.gpu_manager_names else None
     page = MetricsPage(sources, compatible, simulated=settings.simulator.profile is not None)
     if settings.https.port is None:
         page.add_to(core.http)
     else:
-        await _serve_admitted(core, tasks, page, cluster)
-    return sources, watch.uses
+        await _serve_admitted(core, tasks, page)
 
 
-async def _serve_admitted(core: Core, tasks: Tasks, page: MetricsPage, cluster: ClusterAccess | None) -> None:
+async def _serve_admitted(core: Core, tasks: Tasks, page: MetricsPage) -> None:
     """Serve the page over HTTPS to those whom the API server admits. Raises FatalError."""
     from agent.cluster.reviews import Reviews  # noqa: PLC0415  loads the client
-    from agent.telemetry.access import PATH, REVIEW_SECONDS, Admission  # noqa: PLC0415
+    from agent.telemetry.access import PATH, REVIEW_SECONDS, ScraperAdmission  # noqa: PLC0415
 
-    settings = core.settings
+    settings, cluster = core.settings, core.cluster
     if cluster is None:
         raise FatalError(
             "https.port is set, but there is no way to the API server, which says who may scrape: give the"
@@ -96,7 +83,7 @@ async def _serve_admitted(core: Core, tasks: Tasks, page: MetricsPage, cluster: 
     remedy = "mount a Secret with a certificate, or set https.port: null"
     certificates = await anyio.to_thread.run_sync(Certificates, files, remedy)
     https = HttpServer(settings.http.address, settings.https.port or 0, certificates.context, HTTPS_LIMITS)
-    admission = Admission(Reviews(cluster.api, PATH, REVIEW_SECONDS).review, anyio.current_time)
+    admission = ScraperAdmission(Reviews(cluster.api, PATH, REVIEW_SECONDS).review, anyio.current_time)
     page.add_to(https, admission.guarded)
     await tasks.group.start(_serve, core, https)
     page.refer(core.http, https.port)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVarTuple
 
 from agent.app.readiness import Readiness
+from agent.cluster.reach import ClusterAccess
 from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.actor import Inventory
 from agent.kit.supervise import Supervisor
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings
-from agent.telemetry.reading import Collector
 from agent.web.server import HttpServer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Core:
     supervisor: Supervisor
     http: HttpServer
     readiness: Readiness
-    collectors: list[Collector]  # shown at /metrics; rooms add theirs as they are built
+    cluster: ClusterAccess | None  # None: there is no way to the Kubernetes API
 
 
 @dataclass(frozen=True, slots=True)

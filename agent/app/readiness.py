@@ -10,7 +10,7 @@ from agent.modes.switch_state import STARTING, Phase, SwitchState
 
 
 class Readiness:
-    """Of one agent, from its first moment to its last; rooms add what they know as they are built."""
+    """Of one agent, from its first moment to its last; rooms that are built are asked for remarks."""
 
     def __init__(self, inventory: Cell[Snapshot], holdings: HoldingsWatch) -> None:
         self._inventory = inventory
@@ -18,8 +18,11 @@ class Readiness:
         self.endpoints: list[Endpoint] = []  # grows as modes are first used
         self.switch: Cell[SwitchState] = Cell(STARTING)  # published by the mode switcher
         self.stopping = False
-        # Degradations while pods are served, each in a sentence.
-        self.degradations: list[Callable[[], Sequence[str]]] = []
+        self._remarks: list[Callable[[], Sequence[str]]] = []
+
+    def follow(self, *remarks: Callable[[], Sequence[str]]) -> None:
+        """Take these into account: each answers degradations while pods are served, in sentences."""
+        self._remarks += remarks
 
     def blockers(self) -> list[str]:
         """Why the node cannot serve, each in a sentence; empty: it can."""
@@ -47,4 +50,4 @@ class Readiness:
         return found
 
     def remarks(self) -> list[str]:
-        return [text for degradations in self.degradations for text in degradations()]
+        return [text for remarks in self._remarks for text in remarks()]

@@ -9,10 +9,10 @@ import msgspec
 import structlog
 
 from agent.app.agent import Agent
-from agent.app.build_switching import catalog_of
 from agent.kit import logs
 from agent.kit.configuration import ConfigurationError
 from agent.kit.inotify import FolderGone, watching
+from agent.modes.desired import catalog_of
 from agent.settings import Settings
 
 log = structlog.get_logger()
@@ -32,7 +32,7 @@ class Reloader:
         self._agent = agent
         self._settings = agent.core.settings  # in force
         self._problem: str | None = None  # of the newest configuration, while an older one is in force
-        agent.core.readiness.degradations.append(self._degradations)
+        agent.core.readiness.follow(self._remarks)
         self._load = load
         self._file = file
 
@@ -79,7 +79,7 @@ class Reloader:
         agent.unexplained.strict = new.unexplained_processes == "strict"
         agent.desired.use(catalog_of(new))
 
-    def _degradations(self) -> list[str]:
+    def _remarks(self) -> list[str]:
         if self._problem is None:
             return []
         return [f"the newest configuration was rejected, an older one is in force: {self._problem}"]

@@ -16,7 +16,7 @@ from agent.app.agent import Agent
 from agent.app.build import NVML_SECONDS, build
 from agent.app.parts import Core, Tasks
 from agent.app.readiness import Readiness
-from agent.cluster.reach import ClusterAccess
+from agent.cluster.reach import ClusterAccess, reach_cluster
 from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.actor import Inventory
 from agent.inventory.health_rules import rules_from
@@ -26,6 +26,7 @@ from agent.kubelet.podresources import PodResources
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings
+from agent.status.node_events import node_events
 from agent.telemetry.page import METRICS_PATH
 from agent.web.probes import Probes
 from agent.web.server import HttpServer
@@ -61,11 +62,14 @@ async def running(
     node, StoppedEarly when `stop` was set before this agent was there.
     """
     stop = stop or anyio.Event()
-    core = core_of(settings, nvml)
+    cluster = await reach_cluster(settings)
+    core = core_of(settings, nvml, cluster)
     agent: Agent | None = None
     gives_back = False
     async with AsyncExitStack() as closing:
         closing.callback(core.calls.close)
+        if cluster:
+            closing.push_async_callback(cluster.api.close)
         async with _alone(Path(settings.host.run), stop), anyio.create_task_group() as outer:
             log.info("agent_starting", version=__version__)
             outer.start_soon(core.supervisor.fatal, "inventory", core.inventory.run)
@@ -106,9 +110,10 @@ async def running(
         raise StoppedEarly
 
 
-def core_of(settings: Settings, nvml: NvmlPort) -> Core:
+def core_of(settings: Settings, nvml: NvmlPort, cluster: ClusterAccess | None = None) -> Core:
     """The parts that exist before anything runs."""
-    inventory = Inventory(rules_from(settings.health))
+    listeners = [node_events(cluster.events.node)] if cluster else []
+    inventory = Inventory(rules_from(settings.health), listeners)
     holdings = HoldingsWatch(PodResources(Path(settings.kubelet.root)), settings.device_plugins_folder)
     return Core(
         settings,
@@ -119,7 +124,7 @@ def core_of(settings: Settings, nvml: NvmlPort) -> Core:
         Supervisor(),
         HttpServer(settings.http.address, settings.http.port),
         Readiness(inventory.snapshot, holdings),
-        collectors=[],
+        cluster,
     )
 
 

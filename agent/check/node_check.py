@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agent.check.driver_check import look_at_machine, look_at_modes
+from agent.app.wings import WINGS
+from agent.check.driver_check import look_at_machine, look_at_mig
 from agent.check.host import HostFiles
 from agent.check.injection import look_at_injection, way_of
 from agent.check.kubelet import look_at_kernel, look_at_kubelet
@@ -12,7 +13,6 @@ from agent.check.software import CheckedNode, NodeNotRead, node_facts
 from agent.model.look import Look
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
-from agent.vgpu.library import obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +33,13 @@ async def observe(settings: Settings, host: HostFiles) -> Observation:
 
 def look(settings: Settings, nvml: NvmlPort, seen: Observation) -> Iterator[Look]:
     """Look at everything, one after the other. Blocks."""
-    machine = look_at_machine(nvml)
-    yield from machine.looks
-    yield from look_at_modes(settings, machine)
+    machine, looks = look_at_machine(nvml, seen.host.folder(settings.host.state))
+    yield from looks
+    yield from look_at_mig(machine.gpus)
+    for wing in WINGS:
+        yield from wing.checks(settings, machine)
     way = way_of(settings, seen.host, seen.facts, seen.own, driver=machine.driver is not None)
     yield from look_at_injection(way)
     yield from look_at_specification(settings, seen.host, seen.own, machine, needed=way.by_own_alone)
     yield from look_at_kubelet(settings, seen.host, seen.facts, seen.unread)
     yield from look_at_kernel(settings, seen.host)
-    yield from _enforcement(settings, seen.host)
-
-
-def _enforcement(settings: Settings, host: HostFiles) -> Iterator[Look]:
-    if settings.vgpu.enforcement not in ("library", "strict") or not settings.modes.vgpu:
-        return
-    state = host.folder(settings.host.state)
-    if problem := obstacle(state):
-        yield Look.failed("vGPU limits", problem)
-    else:
-        yield Look.ok("vGPU limits", f"containers can load the enforcement library from below {state}")

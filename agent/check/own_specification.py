@@ -6,13 +6,13 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from agent.check.driver_check import Machine
 from agent.check.host import HostFiles
 from agent.injection import hook as programs
 from agent.injection.specification import FILE, BadSpecification, CdiError, Devices, parse
 from agent.injection.toolkit import MOST_BYTES, Places, Toolkit
 from agent.kit import small_file
 from agent.model.look import Look, Severity
+from agent.modes.wing import Machine
 from agent.settings import Settings
 
 SUBJECT = "GPU specification"

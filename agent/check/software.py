@@ -6,11 +6,11 @@ from pathlib import Path
 
 from agent.cluster.api import ApiError, connect
 from agent.cluster.lean import NoClusterAccess
-from agent.cluster.node import Node, read_node
+from agent.cluster.node import ApiNode, read_node
 from agent.injection.inject import NodeSoftware
 from agent.model.modes import OFFERED_MODES
 from agent.node.conditions import MODE_LABEL
-from agent.settings import Cluster
+from agent.settings import ClusterSettings
 
 OFF = (None, "none")  # the label of the mode in force while the agent offers nothing
 
@@ -31,7 +31,7 @@ class NodeNotRead(Exception):
     """The Node object cannot be read; the text says why."""
 
 
-async def node_facts(cluster: Cluster) -> CheckedNode:
+async def node_facts(cluster: ClusterSettings) -> CheckedNode:
     """Ask the API server. Raises NodeNotRead."""
     if cluster.access == "off":
         raise NodeNotRead("cluster.access is off")
@@ -46,7 +46,7 @@ async def node_facts(cluster: Cluster) -> CheckedNode:
     return facts_of(node)
 
 
-def facts_of(node: Node) -> CheckedNode:
+def facts_of(node: ApiNode) -> CheckedNode:
     """The facts of a Node object that was read."""
     info = node.status.node_info
     ours = {resource for mode in OFFERED_MODES for resource in mode.resources}

@@ -17,7 +17,7 @@ from agent.check.share_pod import (
     share_of,
 )
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
-from agent.cluster.node import Node, NodeList
+from agent.cluster.node import ApiNode, NodeList
 from agent.node.labels import SIMULATED_LABEL
 
 Say = Callable[[str], None]
@@ -94,7 +94,7 @@ def _verdict(ended: ShownPod, lines: Sequence[str], *, simulated: bool) -> str:
     return f"the share was given {where}: {len(devices)} devices, and nvidia-smi ran"
 
 
-async def _nodes(api: KubeApi, options: TrialOptions) -> list[Node] | None:
+async def _nodes(api: KubeApi, options: TrialOptions) -> list[ApiNode] | None:
     """All nodes, or the one that is to be tried; None: this account may not list them."""
     query = {"fieldSelector": f"metadata.name={options.node}"} if options.node else None
     try:
@@ -106,7 +106,7 @@ async def _nodes(api: KubeApi, options: TrialOptions) -> list[Node] | None:
     return msgspec.json.decode(data, type=NodeList).items
 
 
-def _share(options: TrialOptions, nodes: list[Node] | None) -> TrialShare:
+def _share(options: TrialOptions, nodes: list[ApiNode] | None) -> TrialShare:
     if nodes is None:
         if options.mode is None:
             raise TrialFailed(

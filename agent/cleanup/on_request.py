@@ -200,7 +200,7 @@ class Standby:
 
     async def _clean(self) -> None:
         users = await node_files.refuse_holders(self._settings, self._pods)
-        await node_files.stop_daemons(self._settings, self._nvml)
+        await node_files.leave_modes(self._settings, self._nvml)
         await anyio.to_thread.run_sync(node_files.remove_files, self._settings, users)
         await node_files.forget_node(self._api, self._node.name, keep=exchange.NOTHING.keys())
 

@@ -12,6 +12,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
+from agent.app.wings import WINGS
 from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.cluster.api import ApiError, KubeApi
 from agent.cluster.pods import PodCache
@@ -19,18 +20,14 @@ from agent.holdings.holdings import HoldingsWatch
 from agent.injection import specification
 from agent.injection.hook import FOLDER as BIN
 from agent.kit import trees
+from agent.kit.atomic_file import DRAFT
 from agent.kit.lock import Taken, exclusive
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
-from agent.model.modes import Mode
-from agent.mps import leaving
-from agent.mps.mps_errors import MpsError
+from agent.modes.wing import NotLeft
 from agent.node.forget import forget
 from agent.nvml.port import NvmlPort
 from agent.pairing.cluster_pods import ClusterPods
 from agent.settings import Settings
-from agent.vgpu import memory_limits
-from agent.vgpu.folders import FOLDER as LIMITS
-from agent.vgpu.library import FOLDER as LIBRARIES
 
 log = structlog.get_logger()
 
@@ -61,7 +58,7 @@ async def without_agent(settings: Settings, wait_seconds: float) -> AsyncIterato
 
 
 async def refuse_holders(settings: Settings, known: PodCache | None) -> frozenset[str]:
-    """Raise CleanupRefused while pods of this node hold MPS shares: their work would end with the daemons.
+    """Raise CleanupRefused while pods of this node hold shares whose work would end with what runs for them.
 
     Answers the pods that hold GPUs otherwise: these run on, and need our CDI specification to start again.
 
@@ -78,51 +75,64 @@ async def refuse_holders(settings: Settings, known: PodCache | None) -> frozense
                 await anyio.sleep(POLL_SECONDS / 10)
         if not record.view().complete:
             raise CleanupFailed(
-                "who holds MPS shares is not known: the API server does not list the node's pods "
+                f"who holds {_shares()} shares is not known: the API server does not list the node's pods "
                 f"({known.reflector.problem})"
             )
     try:
         pods = await record.look(LIST_SECONDS)
     except PodResourcesUnavailable as error:
-        raise CleanupFailed(f"who holds MPS shares is not known: {error}") from error
+        raise CleanupFailed(f"who holds {_shares()} shares is not known: {error}") from error
     holders = [holder for each in pods.by_gpu.values() for holder in each]
-    held = {holder.pod for holder in holders if holder.mode is Mode.MPS}
+    ending = {wing.mode for wing in WINGS if wing.prepares}
+    held = {holder.pod for holder in holders if holder.mode in ending}
     if held:
         raise CleanupRefused(
-            f"{len(held)} pod(s) hold MPS shares and would lose their daemon: {', '.join(sorted(held))}; "
-            "delete them, or wait until they have ended"
+            f"{len(held)} pod(s) hold {_shares()} shares and would lose their daemon: "
+            f"{', '.join(sorted(held))}; delete them, or wait until they have ended"
         )
     return frozenset(holder.pod for holder in holders)
 
 
-async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
-    """End every MPS daemon of the agent's and give its GPU back. Raises CleanupFailed."""
-    try:
-        await leaving.stop_daemons(settings, nvml)
-    except MpsError as error:
-        raise CleanupFailed(str(error)) from error
+def _shares() -> str:
+    """The modes, as people say them, whose containers need something of the agent's that runs."""
+    pairs = [wing.mode.row.pair for wing in WINGS if wing.prepares]
+    return " and ".join(pair.name for pair in pairs if pair)
+
+
+async def leave_modes(settings: Settings, nvml: NvmlPort) -> None:
+    """End what runs for modes, and give their GPUs back. Raises CleanupFailed."""
+    for wing in WINGS:
+        try:
+            await wing.leave(settings, nvml)
+        except NotLeft as error:
+            raise CleanupFailed(str(error)) from error
 
 
 def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> bool:
     """Remove sockets, the CDI files and the content of the agent's folders. Blocks. Raises CleanupFailed.
 
+    `leave_modes` comes first: it needs some of them.
+
     `users`: pods that hold GPUs. While there are any, the GPUs' CDI specification and its hook stay, and what
     vGPU containers have mounted: the kubelet repeats CDI names and mounts when a container is started again.
     Answers whether everything was removed.
     """
-    folder = Path(settings.host.cdi)
-    gpus, memory = folder / specification.FILE, folder / memory_limits.FILE
+    gpus = Path(settings.host.cdi) / specification.FILE
     state, run = Path(settings.host.state), Path(settings.host.run)
-    stay = {state: {BIN, LIBRARIES, LIMITS}, run: {LIMITS}}
-    kept = bool(users) and any(each.exists() for each in (gpus, state / LIBRARIES, run / LIMITS))
+    needed = (gpus, *(path for wing in WINGS for path in wing.needed_by_holders(settings)))
+    kept = bool(users) and any(each.exists() for each in needed)
+    stay = {
+        root: {path.name for path in (*needed, state / BIN) if path.parent == root} for root in (state, run)
+    }
     try:
         for socket in (Path(settings.kubelet.root) / "plugins_registry").glob(SOCKETS):
             socket.unlink(missing_ok=True)
-        for file in () if kept else (gpus, memory):
+        for file in () if kept else needed:
             # The folder may be read-only where there is nothing of ours.
-            if file.exists():
+            if file.is_file():
                 file.unlink()
-        leaving.remove_files(settings)
+        for draft in gpus.parent.glob(f"{DRAFT}*"):
+            draft.unlink(missing_ok=True)
         for root, names in stay.items():
             if root.is_dir():
                 _empty(root, {LOCK, *names} if kept else {LOCK})

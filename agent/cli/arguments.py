@@ -54,10 +54,10 @@ def nvml_of(loaded: settings.Settings, simulated: Path | None = None) -> NvmlPor
         from agent.simulator.nvml import SimulatedNvml  # noqa: PLC0415
 
         return SimulatedNvml(SimulatedMachine.attach(simulated))
-    from agent.nvml.binding import Binding  # noqa: PLC0415  pynvml is not needed under the simulator
+    from agent.nvml.binding import NvmlBinding  # noqa: PLC0415  pynvml is not needed under the simulator
 
     library = loaded.driver.library
-    return Binding(
+    return NvmlBinding(
         path=Path(library) if library else None,
         roots=(Path(loaded.driver.root),),
         sysfs=Path(loaded.host.sysfs),

@@ -60,7 +60,7 @@ def _node(settings: Settings, wait: float) -> int:
             try:
                 async with this_node.without_agent(settings, wait):
                     users = await this_node.refuse_holders(settings, access.pods if access else None)
-                    await this_node.stop_daemons(settings, nvml_of(settings))
+                    await this_node.leave_modes(settings, nvml_of(settings))
                     all_removed = await anyio.to_thread.run_sync(this_node.remove_files, settings, users)
                     if not all_removed:
                         print(

@@ -40,7 +40,7 @@ class ApiRefused(ApiError):
         super().__init__(message)
 
 
-class Status(msgspec.Struct):
+class ApiStatus(msgspec.Struct):
     """A v1 Status object, as far as it is passed on."""
 
     message: str = ""
@@ -196,7 +196,7 @@ async def _bounded_read(response: Any) -> bytes:  # noqa: ANN401  aiohttp's resp
 
 def _refusal(response: Any, data: bytes) -> ApiRefused:  # noqa: ANN401  aiohttp's response
     try:
-        message = msgspec.json.decode(data, type=Status).message
+        message = msgspec.json.decode(data, type=ApiStatus).message
     except msgspec.DecodeError:
         message = data[:200].decode(errors="replace")
     wait = response.headers.get("Retry-After", "")

@@ -43,7 +43,7 @@ class NodeSpec(msgspec.Struct, frozen=True):
     taints: list[dict[str, str]] = msgspec.field(default_factory=list)
 
 
-class Node(msgspec.Struct, frozen=True):
+class ApiNode(msgspec.Struct, frozen=True):
     """A node; fields that are not named here are skipped while decoding."""
 
     metadata: Metadata
@@ -52,10 +52,10 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class NodeList(msgspec.Struct):
-    items: list[Node]
+    items: list[ApiNode]
 
 
-async def read_node(api: KubeApi, name: str) -> Node | None:
+async def read_node(api: KubeApi, name: str) -> ApiNode | None:
     """One node now; None: there is none of that name. Raises ApiError."""
     # A list of one: the agent's account may list nodes and needs no right to get them.
     data = await api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
@@ -75,11 +75,11 @@ class NodeObject:
         self._path = f"/api/v1/nodes/{name}"
         self._written = ""  # the node's version after our last write
         self.reflector = Reflector(
-            api, "/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"}, Node, "node"
+            api, "/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"}, ApiNode, "node"
         )
 
     @property
-    def value(self) -> Node | None:
+    def value(self) -> ApiNode | None:
         return next(iter(self.reflector.items.value.values()), None)
 
     @property
@@ -132,11 +132,11 @@ class NodeObject:
     def _answered(self, data: bytes) -> None:
         """Each answer to a write shows the whole node: what was written is known without the watch."""
         with contextlib.suppress(msgspec.DecodeError):
-            node = msgspec.json.decode(data, type=Node)
+            node = msgspec.json.decode(data, type=ApiNode)
             self._written = node.metadata.resource_version
             self.reflector.answered(node)
 
-    async def _read(self) -> Node:
+    async def _read(self) -> ApiNode:
         node = await read_node(self._api, self.name)
         if node is None:
             raise ApiError(f"there is no node {self.name}")

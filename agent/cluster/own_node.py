@@ -8,7 +8,7 @@ from agent.kit.cell import Cell
 Amounts = Mapping[str, tuple[int, int]]  # resource -> (capacity, allocatable)
 
 
-class Condition(NamedTuple):
+class OwnCondition(NamedTuple):
     """A condition of the node, and since when its status has been so (RFC 3339)."""
 
     status: str
@@ -42,7 +42,7 @@ class OwnNode(Protocol):
     def annotations(self) -> Mapping[str, str]:
         """The node's annotations."""
 
-    def condition(self, kind: str) -> Condition | None:
+    def condition(self, kind: str) -> OwnCondition | None:
         """One of the node's conditions; None: it has none of that type, or is not known yet."""
 
     def amounts(self, resources: frozenset[str]) -> Amounts | None:

@@ -25,6 +25,22 @@ class ClusterAccess:
     pods: "PodCache"
     events: "EventRecorder"
 
+    @property
+    def problem(self) -> str | None:
+        """Why the API server cannot be followed; None: it can."""
+        reflectors = (self.node.reflector, self.pods.reflector)
+        return next((each.problem for each in reflectors if each.problem), None)
+
+    def remarks(self) -> list[str]:
+        """An API server that cannot be read."""
+        if self.problem is None:
+            return []
+        text = (
+            f"the API server cannot be followed: {self.problem}; the last mode asked for stays in force, and "
+            "the scheduler hears of changes at the kubelet's next tick"
+        )
+        return [text]
+
 
 async def reach_cluster(settings: Settings) -> ClusterAccess | None:
     """Build the clients where there is a way to the API; makes no call. Raises FatalError."""

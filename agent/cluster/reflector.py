@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi, Status
+from agent.cluster.api import ApiError, ApiRefused, ApiStatus, ApiUnavailable, KubeApi
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.model.metadata import Metadata
@@ -91,6 +91,8 @@ class Reflector(Generic[Item]):
         # When the server last showed that the complete copy is being kept true: an event, a bookmark or a
         # watch that it opened. On anyio's clock, in seconds; None: never.
         self.heard: float | None = None
+        self.asked = float("-inf")  # when a list was last asked for, on the same clock
+        self._watching: anyio.CancelScope | None = None
         # Called after each publication of `items`.
         self.on_change: Callable[[], None] | None = None
 
@@ -102,7 +104,8 @@ class Reflector(Generic[Item]):
             asked = 0.0
             failure: Exception | None = None
             try:
-                await self._watch()
+                with anyio.CancelScope() as self._watching:
+                    await self._watch()
             except (ApiError, msgspec.DecodeError) as error:
                 failure = error
             if isinstance(failure, ApiRefused):
@@ -127,6 +130,12 @@ class Reflector(Generic[Item]):
             pause = 0.0 if steady and failure is None else backoff.next()
             await anyio.sleep(max(pause, asked))
 
+    def list_again(self) -> None:
+        """End the running watch and begin the next one with a list, none older than the copy."""
+        self._reached, self._version = self._version or self._reached, ""
+        if self._watching:
+            self._watching.cancel()
+
     def _failed(self, error: Exception) -> None:
         kind = f"{type(error).__name__} {getattr(error, 'status', '')}"
         if kind != self._logged_kind:
@@ -142,6 +151,8 @@ class Reflector(Generic[Item]):
             "timeoutSeconds": str(seconds),
         }
         fresh: dict[str, Item] | None = None
+        if not self._version:
+            self.asked = anyio.current_time()
         if self._version:
             query["resourceVersion"] = self._version
         elif self._streaming_list:
@@ -176,7 +187,7 @@ class Reflector(Generic[Item]):
     def _take(self, event: _Event, fresh: dict[str, Item] | None) -> dict[str, Item] | None:
         """One event of a watch; answers the list under construction, None once it is complete."""
         if event.type == "ERROR":
-            problem = msgspec.json.decode(event.object, type=Status)
+            problem = msgspec.json.decode(event.object, type=ApiStatus)
             raise ApiRefused(problem.code, f"{self._path}: {problem.code} {problem.message}")
         if event.type == "BOOKMARK":
             mark = msgspec.json.decode(event.object, type=PartialObject).metadata

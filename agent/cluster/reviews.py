@@ -14,7 +14,7 @@ TOKENS = "/apis/authentication.k8s.io/v1/tokenreviews"
 ACCESS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
 
 
-class User(msgspec.Struct, frozen=True):
+class UserInfo(msgspec.Struct, frozen=True):
     """As the review of a token names it."""
 
     username: str = ""
@@ -25,7 +25,7 @@ class User(msgspec.Struct, frozen=True):
 
 class _TokenStatus(msgspec.Struct):
     authenticated: bool = False
-    user: User = msgspec.field(default_factory=User)
+    user: UserInfo = msgspec.field(default_factory=UserInfo)
 
 
 class _TokenReview(msgspec.Struct):
@@ -41,7 +41,7 @@ class _AccessReview(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TokenVerdict:
     """Of one token; a name where the API server knows it."""
 
     user: str = ""
@@ -57,24 +57,26 @@ class Reviews:
         self._path = path
         self._seconds = seconds
 
-    async def review(self, token: str) -> Verdict:
+    async def review(self, token: str) -> TokenVerdict:
         """Raises ApiError where the API server gives no answer."""
         try:
             with anyio.fail_after(self._seconds):
                 user = await self._user(token)
-                return Verdict() if user is None else Verdict(user.username, await self._allowed(user))
+                return (
+                    TokenVerdict() if user is None else TokenVerdict(user.username, await self._allowed(user))
+                )
         except TimeoutError as error:
             raise ApiError(f"the API server has not reviewed a token within {self._seconds:g} s") from error
         except msgspec.DecodeError as error:
             raise ApiError(f"the API server's review of a token cannot be read: {error}") from error
 
-    async def _user(self, token: str) -> User | None:
+    async def _user(self, token: str) -> UserInfo | None:
         kind = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview"}
         answer = await self._api.post(TOKENS, {**kind, "spec": {"token": token}}, self._seconds)
         status = msgspec.json.decode(answer, type=_TokenReview).status
         return status.user if status.authenticated and status.user.username else None
 
-    async def _allowed(self, user: User) -> bool:
+    async def _allowed(self, user: UserInfo) -> bool:
         spec = {
             "user": user.username,
             "uid": user.uid,

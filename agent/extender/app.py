@@ -26,11 +26,11 @@ from agent.extender.settings import ExtenderSettings
 from agent.extender.verdicts import Verdicts
 from agent.kit.supervise import FatalError, Supervisor
 from agent.model.fragmentation import Mix
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 from agent.web.certificates import Certificates, Files
-from agent.web.connections import Limits
+from agent.web.connections import ConnectionLimits
 from agent.web.probes import Probes
-from agent.web.server import HttpServer, Reply, Request
+from agent.web.server import HttpRequest, HttpServer, Reply
 
 log = structlog.get_logger()
 
@@ -39,8 +39,12 @@ REPORTER = "gpu-node-agent-extender"  # of events
 NODES_AT_ONCE = 256  # looked at for one scrape without a break: about 5 ms
 # All calls may come from one address, the API server's or kube-scheduler's, with a connection for each
 # binding under way. A connection with TLS takes 0.3 MiB.
-PLAIN_LIMITS = Limits(connections=1024, connections_per_address=768, requests=512, requests_per_address=384)
-TLS_LIMITS = Limits(connections=256, connections_per_address=192, requests=128, requests_per_address=96)
+PLAIN_LIMITS = ConnectionLimits(
+    connections=1024, connections_per_address=768, requests=512, requests_per_address=384
+)
+TLS_LIMITS = ConnectionLimits(
+    connections=256, connections_per_address=192, requests=128, requests_per_address=96
+)
 
 
 class Extender:
@@ -102,7 +106,7 @@ class Extender:
     async def _lead(self) -> None:
         settings = self._settings
         fleet = Fleet(Mix({int(size): weight for size, weight in settings.mix.items()}))
-        policy = Policy(settings.placement)
+        policy = PlacementPolicy(settings.placement)
         try:
             # In the lists from here on stands all that a former leader bound: its last write is over.
             self.sync = LedgerSync(self._api, fleet, self.supervisor, self.metrics.expired.inc)
@@ -142,11 +146,11 @@ class Extender:
         if self.https:
             verbs.add_to(self.https, most)
 
-    async def _serving_page(self, _: Request) -> Reply:
+    async def _serving_page(self, _: HttpRequest) -> Reply:
         blockers = self.blockers()
         return Reply.text("\n".join(blockers) or "serving", 503 if blockers else 200)
 
-    async def _metrics_page(self, _: Request) -> Reply:
+    async def _metrics_page(self, _: HttpRequest) -> Reply:
         self.metrics.leader.set(self.election.holds)
         self.metrics.ready.set(not self.blockers())
         figures = await _ledger_figures(self.sync) if self.sync and self.election.holds else None

@@ -18,20 +18,19 @@ from agent.extender.gangs import Gangs
 from agent.extender.objects import WatchedPod, as_model, decode_pod
 from agent.extender.pod_demand import PodDemand, annotations_of, pod_demand
 from agent.extender.scheduler_protocol import BindingArgs
+from agent.extender.times import BIND_SECONDS
 from agent.model.demand import Impossible
-from agent.model.placement import HINT_NODE, HINT_TIME, Policy, policy_of
+from agent.model.placement import HINT_NODE, HINT_TIME, PlacementPolicy, policy_of
 
 log = structlog.get_logger()
 
 CONFLICT = 409
-# Less than the time between losing and giving up a lease: no late write of a former leader.
-BIND_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class PodRequest:
     demand: PodDemand
-    policy: Policy
+    policy: PlacementPolicy
 
 
 class NotBound(Exception):
@@ -45,7 +44,7 @@ class Binder:
         self,
         api: KubeApi,
         fleet: Fleet,
-        policy: Policy,
+        policy: PlacementPolicy,
         assume_seconds: float,
         holds: Callable[[], bool],
         gang_seconds: float = 60.0,
@@ -89,6 +88,7 @@ class Binder:
         except ApiError as error:
             raise NotBound(str(error)) from error
         self._open.discard(binding.pod_uid)
+        self._fleet.confirm(binding.pod_uid, anyio.current_time())
         log.info(
             "pod_bound",
             pod=binding.pod,

@@ -11,7 +11,7 @@ from agent.model.fragmentation import Mix
 from agent.model.free_gpu import FreeGpu
 from agent.model.modes import PAIRS
 from agent.model.node_inventory import NodeInventory
-from agent.model.placement import Policy, order, unusable
+from agent.model.placement import PlacementPolicy, order, unusable
 from agent.model.topology import Topology
 
 # Lower is better; compared between nodes of one cluster under one policy.
@@ -30,7 +30,12 @@ class Picked:
 
 
 def pick(
-    free: FreeCapacity, demand: PodDemand, policy: Policy, mix: Mix, topology: Topology, work: SearchWork
+    free: FreeCapacity,
+    demand: PodDemand,
+    policy: PlacementPolicy,
+    mix: Mix,
+    topology: Topology,
+    work: SearchWork,
 ) -> Picked | None:
     """A choice for all slots at once; None exactly where the demand does not fit."""
     if demand.gpus > free.units:
@@ -39,7 +44,7 @@ def pick(
     def by_policy(slot: Slot, gpus: Sequence[FreeGpu]) -> Key:
         return order(policy, slot.demand, gpus, mix)
 
-    ordering: Ordering = fullest_first if policy is Policy.BINPACK else by_policy
+    ordering: Ordering = fullest_first if policy is PlacementPolicy.BINPACK else by_policy
     found = pack(free, demand.slots, topology, ordering, work)
     if found is None:
         return None
@@ -77,7 +82,7 @@ def _is_decided_by_widest(mode: ModeCapacity, slot: Slot) -> bool:
     )
 
 
-def _worth(free: FreeCapacity, after: After, policy: Policy, mix: Mix) -> Worth:
+def _worth(free: FreeCapacity, after: After, policy: PlacementPolicy, mix: Mix) -> Worth:
     """Of the GPUs that changed: what is left of them; of the node: what was free before."""
     changed = [
         (mode, gpu, new)
@@ -87,9 +92,9 @@ def _worth(free: FreeCapacity, after: After, policy: Policy, mix: Mix) -> Worth:
     ]
     node = float(sum(gpu.cores for mode in free.modes for gpu in mode.gpus) + CORES * free.units)
     left = float(sum(new.cores + (UNTOUCHED if old.untouched else 0) for _, old, new in changed))
-    if policy is Policy.SPREAD:
+    if policy is PlacementPolicy.SPREAD:
         return (-node, -left)
-    if policy is Policy.FRAGMENTATION and changed:
+    if policy is PlacementPolicy.FRAGMENTATION and changed:
         lost = 0.0
         for mode in free.modes:
             if any(each is mode for each, _, _ in changed):

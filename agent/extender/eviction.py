@@ -120,7 +120,7 @@ def _still_needed(
     """Those of a node's victims that must go, by UID; None: the demand does not fit without all of them.
 
     `give_back`: keep those that can be, the first ones before the others. A victim without GPUs has to go for
-    another reason, which is not known here.
+    another reason, which is not known here, and one that repels pods perhaps because it repels this one.
     """
     inventory = fleet.inventory(name)
     if inventory is None:
@@ -128,16 +128,24 @@ def _still_needed(
     claims = fleet.claims(name)
     if not _fits_without(inventory, claims, victims, demand):
         return None
-    return _reprieved(inventory, claims, victims, demand) if give_back else victims
+    if not give_back:
+        return victims
+    repelling = {uid for uid in victims if (pod := fleet.bound.get(uid)) and pod.repels}
+    return _reprieved(inventory, claims, victims, demand, repelling)
 
 
 def _reprieved(
-    inventory: NodeInventory, claims: Mapping[str, PodClaim], victims: Sequence[str], demand: PodDemand
+    inventory: NodeInventory,
+    claims: Mapping[str, PodClaim],
+    victims: Sequence[str],
+    demand: PodDemand,
+    needed: Collection[str] = (),
 ) -> list[str]:
+    """Victims that must go, in their order; those in `needed` whether their GPUs help or not."""
     going = list(victims)
     for uid in victims:
         fewer = [one for one in going if one != uid]
-        if uid in claims and _fits_without(inventory, claims, fewer, demand):
+        if uid in claims and uid not in needed and _fits_without(inventory, claims, fewer, demand):
             going = fewer
     return going
 

@@ -1,6 +1,7 @@
 """Explains why a pod waits or failed at admission, node by node; works without a running extender."""
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.model.demand import STATIC_PODS, Impossible
 
 LIST_SECONDS = 60.0
+# In an answer, of which one is held at a time: pods have 6 to 10 KB, nodes with many images 30 KB.
+PAGE_ITEMS = 100
 MIRROR = "kubernetes.io/config.mirror"  # the kubelet sets it on the object of a static pod
 BOUND_TO = "is bound to node"
 MOST_NODES = 3  # for which the output names the pods that would have to end
@@ -33,7 +36,12 @@ class CannotExplain(Exception):
     """A needed object cannot be read; the text says why."""
 
 
+class _Meta(msgspec.Struct):
+    next_page: str = msgspec.field(default="", name="continue")
+
+
 class _Page(msgspec.Struct):
+    metadata: _Meta = msgspec.field(default_factory=_Meta)
     items: list[msgspec.Raw] = msgspec.field(default_factory=list)
 
 
@@ -88,20 +96,33 @@ def _refusal(pod: WatchedPod) -> list[str]:
 
 async def _fleet(api: KubeApi) -> Fleet:
     fleet = Fleet()
-    page = msgspec.json.decode(await api.get("/api/v1/nodes", deadline=LIST_SECONDS), type=_Page)
-    for raw in page.items:
-        fleet.set_node(read_node(raw)[1])
-    bound = {"fieldSelector": BOUND}
-    page = msgspec.json.decode(await api.get("/api/v1/pods", bound, LIST_SECONDS), type=_Page)
-    for raw in page.items:
+    await _each(api, "/api/v1/nodes", {}, lambda raw: fleet.set_node(read_node(raw)[1]))
+
+    def take(raw: msgspec.Raw) -> None:
         if pod := read_pod(raw)[1]:
             fleet.set_pod(pod)
+
+    await _each(api, "/api/v1/pods", {"fieldSelector": BOUND}, take)
     return fleet
+
+
+async def _each(
+    api: KubeApi, path: str, selector: Mapping[str, str], take: Callable[[msgspec.Raw], object]
+) -> None:
+    """Hand over each object of a list, a page at a time. Raises ApiError, msgspec.DecodeError."""
+    query = {**selector, "limit": str(PAGE_ITEMS)}
+    while True:
+        page = msgspec.json.decode(await api.get(path, query, LIST_SECONDS), type=_Page)
+        for raw in page.items:
+            take(raw)
+        if not page.metadata.next_page:
+            return
+        query["continue"] = page.metadata.next_page
 
 
 def _lines(who: str, demand: PodDemand, fleet: Fleet) -> list[str]:
     wants = ", ".join(f"{count} {resource}" for resource, count in demand.totals)
-    verdicts = {name: fleet.verdict(name, demand) for name in sorted(fleet.nodes)}
+    verdicts = {name: _verdict(name, demand, fleet) for name in sorted(fleet.nodes)}
     fitting = [name for name, reason in verdicts.items() if not reason]
     lines = [f"pod {who} asks for {wants}"]
     if fitting:
@@ -115,6 +136,12 @@ def _lines(who: str, demand: PodDemand, fleet: Fleet) -> list[str]:
         lines.append(f"  {count} x {reason} ({', '.join(examples)}{', ...' if count > 3 else ''})")
     lines += _what_would_help(demand, fleet)
     return lines
+
+
+def _verdict(name: str, demand: PodDemand, fleet: Fleet) -> str:
+    if not fleet.verdict(name, demand) and (others := fleet.of_other_doors(name, demand)):
+        return f"no {others[0]} offered, unless a DRA driver serves it"
+    return fleet.verdict(name, demand)
 
 
 def _what_would_help(demand: PodDemand, fleet: Fleet) -> list[str]:

@@ -1,7 +1,8 @@
 """The GPUs of a whole cluster and their holders, in whatever order changes arrive: pure, without a clock.
 
 Built from the nodes' inventories and the bound pods. A choice counts from the moment it is assumed, before
-the API server confirms it; the watch then takes over, or a deadline lets go of it.
+the API server confirms it; the watch then takes over. A deadline lets go of one that was never confirmed,
+a newer list without the pod of one that was.
 """
 
 import math
@@ -16,7 +17,7 @@ from agent.extender.pod_demand import WHOLE_GPUS, PodDemand
 from agent.model.demand import CORES
 from agent.model.fragmentation import Mix
 from agent.model.node_inventory import NodeInventory
-from agent.model.placement import Policy, usual_mix
+from agent.model.placement import PlacementPolicy, usual_mix
 
 UNKNOWN_NODE = "node not known to the extender"
 
@@ -39,6 +40,7 @@ class BoundPod:
     node: str
     claim: PodClaim
     confirmed: bool = False
+    repels: bool = False  # its required anti-affinity may keep other pods off the node
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Assumed:
     claim: PodClaim
     expires: float  # on the caller's clock, in seconds; infinite: the watch has shown the pod
     gang: str = ""  # for a member of which it is kept before it is bound
+    confirmed: float = math.inf  # when the API server answered that the pod is bound; infinite: it has not
 
 
 class Fleet:
@@ -113,9 +116,33 @@ class Fleet:
             if uid in self._pods:
                 self._claim(uid)
 
-    def expire(self, now: float) -> list[str]:
-        """Let go of choices that the watch has not shown in time; their pods' UIDs."""
-        late = [uid for uid, each in self._assumed.items() if each.expires <= now]
+    def confirm(self, uid: str, now: float) -> None:
+        """The API server answered that a pod is bound: its choice stays until a list newer than `now`."""
+        if (assumed := self._assumed.get(uid)) and assumed.expires < math.inf:
+            self._assumed[uid] = replace(assumed, confirmed=now)
+
+    def unlisted(self, uids: Collection[str], asked: float) -> None:
+        """A list asked for at `asked` has these pods and no other: those confirmed before have ended."""
+        for uid in [uid for uid, each in self._assumed.items() if each.confirmed < asked]:
+            if uid not in uids:
+                self.drop_pod(uid)
+
+    def unshown_since(self) -> float:
+        """When the oldest binding was confirmed that the watch has not shown; infinite: there is none."""
+        waiting = (each.confirmed for each in self._assumed.values() if each.expires < math.inf)
+        return min(waiting, default=math.inf)
+
+    def expire(self, now: float, heard: float = math.inf) -> list[str]:
+        """Let go of choices that were neither shown nor confirmed in time; their pods' UIDs.
+
+        `heard`: when the watch of bound pods last showed life. One that was silent since a Binding's deadline
+        may yet show it; what is only kept for a gang was never written.
+        """
+        late = [
+            uid
+            for uid, each in self._assumed.items()
+            if each.confirmed == math.inf and each.expires <= (now if each.gang else min(now, heard))
+        ]
         for uid in late:
             self.forget(uid)
         return late
@@ -163,12 +190,25 @@ class Fleet:
         if node is None:
             return UNKNOWN_NODE
         claims = [claim for uid, claim in self.claims(name).items() if uid not in without]
+        others = self.of_other_doors(name, demand)
         for resource, count in demand.totals:
+            if resource in others:
+                continue
             used = sum(dict(claim.demand.totals).get(resource, 0) for claim in claims)
             free = max(0, node.totals.get(resource, 0) - used)
             if count > free:
                 return f"{free} of {count} {resource} free by totals (no inventory)"
         return ""
+
+    def of_other_doors(self, name: str, demand: PodDemand) -> tuple[str, ...]:
+        """Resources of a demand that a node has by another door, if at all, as by a DRA driver.
+
+        It lists none, and has no agent of ours. It passes: kube-scheduler has judged that.
+        """
+        node = self._nodes.get(name)
+        if node is None or node.inventory or node.problem:
+            return ()
+        return tuple(resource for resource in demand.whole_gpus if resource not in node.totals)
 
     def free(self, name: str) -> FreeCapacity:
         """Free capacity of a node that there is."""
@@ -201,7 +241,7 @@ class Fleet:
         return judge(self.free(name), demand, inventory, work or SearchWork(), {} if alike is None else alike)
 
     def pick(
-        self, name: str, demand: PodDemand, policy: Policy, work: SearchWork | None = None
+        self, name: str, demand: PodDemand, policy: PlacementPolicy, work: SearchWork | None = None
     ) -> Picked | None:
         """GPUs of a node for a demand; an empty choice where the node has no inventory."""
         inventory = self.inventory(name)

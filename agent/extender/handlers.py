@@ -1,4 +1,4 @@
-"""The HTTP face: filter, prioritize, preempt and bind, answered from the leader's ledger, and who may ask."""
+"""The HTTP face: filter, prioritize, preempt, bind, simulate, answered from the ledger, and who may ask."""
 
 import math
 import time
@@ -16,9 +16,10 @@ from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.eviction import victims_needed
 from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import WatchedPod, gang_of
+from agent.extender.simulation import simulated
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.model.demand import Impossible
-from agent.web.server import Handler, HttpServer, Reply, Request
+from agent.web.server import Handler, HttpRequest, HttpServer, Reply
 
 log = structlog.get_logger()
 
@@ -49,7 +50,7 @@ class Unready(Exception):
 
 
 # The answer in JSON, and the result as metrics show it. Raises Unready, BadRequest.
-Act = Callable[[Request, ServingState], Awaitable[tuple[bytes, str]]]
+Act = Callable[[HttpRequest, ServingState], Awaitable[tuple[bytes, str]]]
 
 
 class Verbs:
@@ -62,16 +63,17 @@ class Verbs:
         self._counted = -math.inf
 
     def add_to(self, server: HttpServer, most_bytes: int) -> None:
-        """Take the paths that gpu-admission's users know, and two more."""
+        """Take the paths that gpu-admission's users know, and three more."""
         for path, act in (
             ("predicates", self.filter),
             ("priorities", self.prioritize),
             ("preempt", self.preempt),
             ("bind", self.bind),
+            ("simulate", self.simulate),
         ):
             server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
-    async def filter(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
+    async def filter(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         asked = await _asked(request)
         try:
             wanted = serving.binder.request(asked.pod)
@@ -114,7 +116,7 @@ class Verbs:
         self._looks -= 1
         return True
 
-    async def prioritize(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
+    async def prioritize(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         asked = await _asked(request)
         try:
             wanted = serving.binder.request(asked.pod)
@@ -123,7 +125,7 @@ class Verbs:
         scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names)
         return scheduler_protocol.prioritized(asked.names, scores), "ok"
 
-    async def preempt(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
+    async def preempt(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         """Nodes where evictions would give the pod its GPUs, and which of them are needed."""
         asked = scheduler_protocol.preemption(request.body)
         try:
@@ -136,7 +138,7 @@ class Verbs:
         found = await victims_needed(fleet, demand, asked.victims, give_back=asked.only_gpus)
         return scheduler_protocol.preempted(asked, found), "ok" if found else "nowhere"
 
-    async def bind(self, request: Request, serving: ServingState) -> tuple[bytes, str]:
+    async def bind(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         binding = scheduler_protocol.binding(request.body)
         try:
             await serving.binder.bind(binding)
@@ -145,8 +147,21 @@ class Verbs:
             return scheduler_protocol.bound(str(error)), "refused"
         return scheduler_protocol.bound(), "ok"
 
+    async def simulate(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
+        """As filter answers, for callers that will not bind."""
+        asked = await _asked(request)
+        try:
+            demand = serving.binder.request(asked.pod).demand
+        except Impossible as error:
+            refused = dict.fromkeys(asked.names, str(error))
+            return scheduler_protocol.filtered(asked, [], refused, unresolvable=True), "impossible"
+        if demand.nothing:
+            return scheduler_protocol.filtered(asked, list(asked.names), {}), "ok"
+        fitting, refused = await simulated(serving.verdicts, demand, asked)
+        return scheduler_protocol.filtered(asked, fitting, refused), "ok" if fitting else "nowhere"
+
     def _measured(self, verb: str, act: Act) -> Handler:
-        async def handle(request: Request) -> Reply:
+        async def handle(request: HttpRequest) -> Reply:
             started = time.perf_counter()
             # What is counted where no answer is made: too late, or a fault, which the server answers.
             code, result = 500, "error"
@@ -164,7 +179,7 @@ class Verbs:
 
         return handle
 
-    async def _answer(self, request: Request, act: Act) -> tuple[Reply, str]:
+    async def _answer(self, request: HttpRequest, act: Act) -> tuple[Reply, str]:
         try:
             if (serving := self._serving()) is None:
                 raise Unready("this extender is not the leader, or its ledger is not complete yet; try again")
@@ -199,7 +214,7 @@ async def _kept_for_gang(
     return fitting, refused
 
 
-async def _asked(request: Request) -> scheduler_protocol.Asked:
+async def _asked(request: HttpRequest) -> scheduler_protocol.Asked:
     if len(request.body) < LARGE:
         return scheduler_protocol.asked(request.body)
     return await anyio.to_thread.run_sync(scheduler_protocol.asked, request.body)

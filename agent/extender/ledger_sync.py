@@ -3,19 +3,20 @@
 from collections.abc import Callable, Mapping
 
 import anyio
+import structlog
 
 from agent.cluster.api import KubeApi
 from agent.cluster.deltas import DeltaReflector
 from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.objects import read_node, read_pod
+from agent.extender.times import DEAD_WATCH_SECONDS, UNSHOWN_SECONDS
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 
+log = structlog.get_logger()
+
 BOUND = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
 EXPIRY_SECONDS = 1.0
-# An API server sends a bookmark about once a minute, and a watch that brings nothing for 90 s is reopened:
-# one that shows no life for so long is dead, and pods that others bind would be missing from the ledger.
-DEAD_WATCH_SECONDS = 120.0
 
 
 class _Nodes:
@@ -40,8 +41,10 @@ class _Nodes:
 class _Pods:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self.asked: Callable[[], float] = anyio.current_time  # when the list that comes was asked for
 
     def replaced(self, values: Mapping[str, BoundPod | None]) -> None:
+        self._fleet.unlisted(values.keys(), self.asked())
         for uid in self._fleet.bound.keys() - values.keys():
             self._fleet.drop_pod(uid)
         for uid, pod in values.items():
@@ -50,7 +53,7 @@ class _Pods:
     def changed(self, uid: str, value: BoundPod | None) -> None:
         if value is not None:
             self._fleet.set_pod(value)
-        elif uid in self._fleet.bound:  # it no longer asks for a GPU
+        elif self._fleet.where(uid):  # it no longer asks for a GPU
             self._fleet.drop_pod(uid)
 
     def removed(self, uid: str, value: BoundPod | None) -> None:
@@ -73,9 +76,13 @@ class LedgerSync:
         self._supervisor = supervisor
         self._expired = expired
         self.nodes = DeltaReflector(api, "/api/v1/nodes", {}, read_node, _Nodes(fleet), "nodes")
+        pods = _Pods(fleet)
         self.pods = DeltaReflector(
-            api, "/api/v1/pods", {"fieldSelector": BOUND}, read_pod, _Pods(fleet), "bound pods"
+            api, "/api/v1/pods", {"fieldSelector": BOUND}, read_pod, pods, "bound pods"
         )
+        pods.asked = lambda: self.pods.asked
+        self._heard = float("-inf")  # life of the watch of pods that was there a look ago
+        self._listed = float("-inf")  # when a list of pods was asked for, for bindings that were not shown
         self.complete: Cell[bool] = Cell(False)
         self.nodes.on_change = self.pods.on_change = self.look
 
@@ -105,9 +112,22 @@ class LedgerSync:
             while True:
                 await anyio.sleep(EXPIRY_SECONDS)
                 self.look()
-                # While the watch is down nothing can show a pod as bound: its choice must stay.
-                if self.pods.problem is None:
-                    self._expired(len(self.fleet.expire(anyio.current_time())))
+                self._let_go(anyio.current_time())
+
+    def _let_go(self, now: float) -> None:
+        """Drop choices whose time is over, or ask for a list that shows their end."""
+        # While the watch is down nothing can show a pod as bound: its choice must stay.
+        if self.pods.problem is not None:
+            return
+        self._expired(len(self.fleet.expire(now, self._heard)))
+        # A watch that was opened again shows life before what it had missed: that counts a look later.
+        self._heard = self._heard if self.pods.heard is None else self.pods.heard
+        # A pod that ended between its Binding and a list that was asked for before the answer came would
+        # otherwise hold its GPUs until some other list.
+        if now - max(self.fleet.unshown_since(), self._listed) > UNSHOWN_SECONDS:
+            self._listed = now
+            log.warning("binding_not_shown", action="the bound pods are listed again")
+            self.pods.list_again()
 
     def look(self) -> None:
         """Publish `complete`: both lists are known, and both watches have shown life lately."""

@@ -49,7 +49,7 @@ class ExtenderMetrics:
             registry=registry,
         )  # fmt: skip
         self.expired = Counter(
-            PREFIX + "expired_choices", "Choices dropped because no watch showed them as bound in time.",
+            PREFIX + "expired_choices", "Choices dropped, neither confirmed nor shown as bound in time.",
             registry=registry,
         )  # fmt: skip
         self.leader = Gauge(PREFIX + "leader", "1 if this replica leads.", registry=registry)

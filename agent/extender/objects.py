@@ -66,7 +66,18 @@ class _SchedulingGroup(msgspec.Struct, rename="camel", frozen=True):
     pod_group_name: str = ""
 
 
+class _AntiAffinity(msgspec.Struct, frozen=True):
+    required: list[msgspec.Raw] = msgspec.field(
+        default_factory=list, name="requiredDuringSchedulingIgnoredDuringExecution"
+    )
+
+
+class _Affinity(msgspec.Struct, rename="camel", frozen=True):
+    pod_anti_affinity: _AntiAffinity | None = None
+
+
 class _PodSpec(PodSpec, rename="camel", frozen=True):
+    affinity: _Affinity | None = None
     scheduling_group: _SchedulingGroup | None = None  # of kube-scheduler's own gangs, since 1.36
     # While there are any, it is not scheduled.
     scheduling_gates: list[Any] = msgspec.field(default_factory=list)
@@ -83,7 +94,7 @@ class WatchedPod(msgspec.Struct, frozen=True):
 _nodes, _pods = msgspec.json.Decoder(_Node), msgspec.json.Decoder(WatchedPod)
 
 
-def read_node(raw: bytes) -> tuple[Metadata, LedgerNode]:
+def read_node(raw: bytes | msgspec.Raw) -> tuple[Metadata, LedgerNode]:
     """A Node object's JSON. Raises msgspec.DecodeError."""
     node = _nodes.decode(raw)
     name, text = node.metadata.name, node.metadata.annotations.get(INVENTORY)
@@ -127,7 +138,8 @@ def _bound(pod: WatchedPod) -> BoundPod | None:
     chosen = chosen_in(demand, model.annotations)
     claim = PodClaim(demand, _held(pod, demand), chosen, f"{model.namespace}/{model.name}")
     confirmed = chosen is not None and model.annotations.get(ASSIGNED) == "true"
-    return BoundPod(pod.metadata.uid, pod.spec.node_name, claim, confirmed)
+    away = pod.spec.affinity.pod_anti_affinity if pod.spec.affinity else None
+    return BoundPod(pod.metadata.uid, pod.spec.node_name, claim, confirmed, bool(away and away.required))
 
 
 # Of the Coscheduling plugin (kubernetes-sigs/scheduler-plugins).

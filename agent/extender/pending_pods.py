@@ -194,7 +194,9 @@ class PendingPods:
 
     async def _reason(self, demand: PodDemand) -> WaitingReason | None:
         """None: there is room, and the pod waits for something else or for the scheduler's next attempt."""
-        fitting, refused = await self._verdicts.judge(demand, list(self._fleet.nodes))
+        # kube-scheduler did not find room by another door.
+        names = [name for name in self._fleet.nodes if not self._fleet.of_other_doors(name, demand)]
+        fitting, refused = await self._verdicts.judge(demand, names)
         if fitting:
             return None
         await anyio.lowlevel.checkpoint()

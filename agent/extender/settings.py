@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
+from agent.extender.times import ASSUME_SECONDS
 from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
 from agent.kit.logs import Logging
@@ -78,8 +79,8 @@ class ExtenderSettings(Section, frozen=True):
     placement: Literal["binpack", "spread", "fragmentation"] = "fragmentation"
     # Weights of what pods usually ask for, keyed by hundredths of a GPU; what `fragmentation` goes by.
     mix: dict[Size, Weight] = field(default_factory=lambda: {str(size): part for size, part in USUAL.items()})
-    # How long a choice is kept for a pod that the watch does not show as bound.
-    assume_seconds: Annotated[float, Meta(ge=5, le=600)] = 30.0
+    # How long a choice is kept for a pod whose Binding the API server has not confirmed.
+    assume_seconds: Annotated[float, Meta(ge=5, le=600)] = ASSUME_SECONDS
     # How long GPUs are kept for a member of a gang between filter and bind.
     gang_seconds: Annotated[float, Meta(ge=5, le=600)] = 60.0
     logging: Logging = Logging()

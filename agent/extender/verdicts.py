@@ -15,7 +15,7 @@ from agent.extender.fleet import UNKNOWN_NODE, Fleet
 from agent.extender.free_capacity import Summary
 from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import PodDemand
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 
 SHAPES = 32
 BEST = 10  # kube-scheduler's MaxExtenderPriority
@@ -34,7 +34,9 @@ class _Shape:
 
     verdicts: dict[str, str] = field(default_factory=dict)  # by node
     alike: dict[Summary, str] = field(default_factory=dict)
-    worths: dict[Policy, dict[str, Worth]] = field(default_factory=lambda: {each: {} for each in Policy})
+    worths: dict[PlacementPolicy, dict[str, Worth]] = field(
+        default_factory=lambda: {each: {} for each in PlacementPolicy}
+    )
 
 
 class Verdicts:
@@ -70,7 +72,7 @@ class Verdicts:
                 fitting.append(name)
         return fitting, refused
 
-    async def rank(self, demand: PodDemand, policy: Policy, names: Sequence[str]) -> list[int]:
+    async def rank(self, demand: PodDemand, policy: PlacementPolicy, names: Sequence[str]) -> list[int]:
         """0 to 10 for each node: 10 for the best, 9 for the next in worth, and so on.
 
         A score in proportion would let the ten best of a thousand nodes look alike.

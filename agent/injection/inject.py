@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio.to_thread
 import structlog
 import yaml
 
@@ -137,7 +138,6 @@ class Injector:
         self._settings = settings
         self._own: Cell[Devices] = own or Cell(Devices())
         self.software: NodeSoftware | None = None
-        # Published by the caller of `look`, on the loop.
         self.looked: Cell[NodeSoftware | None] = Cell(None)
         self.choice = choose(settings, None, frozenset())
 
@@ -149,6 +149,11 @@ class Injector:
         if choice != self.choice:
             log.info("injection_chosen", cdi=choice.cdi, reason=choice.reason)
         self.choice = choice
+
+    async def update(self, software: NodeSoftware | None) -> None:
+        """Look in a thread, and let those who follow `looked` know."""
+        await anyio.to_thread.run_sync(self.look, software)
+        self.looked.publish(software)
 
     @property
     def own_cdi(self) -> bool:

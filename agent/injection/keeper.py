@@ -48,6 +48,11 @@ class SpecificationKeeper:
         self._made_for: Hashable = None
         self._standing: Specification | None = None
 
+    def remarks(self) -> list[str]:
+        """Our own CDI specification of the GPUs, where it is not as it should be."""
+        problem = self.devices.value.problem
+        return [f"the CDI specification of the GPUs is not as it should be: {problem}"] if problem else []
+
     async def take_up(self) -> None:
         """Go on with the file of an earlier agent: it serves until a new one is made."""
         found = await anyio.to_thread.run_sync(_read, self._file)

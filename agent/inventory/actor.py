@@ -1,10 +1,12 @@
 """The inventory actor: the one task that changes the inventory and publishes it."""
 
+from collections.abc import Sequence
+
 import anyio
 import anyio.lowlevel
 import structlog
 
-from agent.inventory.health_counters import HealthCounters
+from agent.inventory.health_counters import HealthCounters, Listener
 from agent.inventory.messages import Message
 from agent.inventory.reducer import reduce
 from agent.inventory.snapshot import Snapshot
@@ -20,11 +22,12 @@ MAILBOX_SIZE = 256
 class Inventory:
     """The inventory as other rooms have it: the newest snapshot to read, a mailbox to write to."""
 
-    def __init__(self, rules: Rules | None = None) -> None:
+    def __init__(self, rules: Rules | None = None, listeners: Sequence[Listener] = ()) -> None:
+        """`listeners` hear of each change of a GPU's health, see HealthCounters."""
         self.rules = rules or Rules()
         self.snapshot: Cell[Snapshot] = Cell(Snapshot())
         self.mailbox: Mailbox[Message] = Mailbox(MAILBOX_SIZE)
-        self.counters = HealthCounters()
+        self.counters = HealthCounters(listeners=list(listeners))
 
     async def run(self) -> None:
         """Serve the mailbox for ever. Fatal when it ends: without it the agent would serve stale truth."""

@@ -26,6 +26,9 @@ class Transition:
     fault: FaultKind | None
 
 
+Listener = Callable[[Transition], None]
+
+
 @dataclass
 class HealthCounters:
     """Counters by GPU. Listeners are called on the event loop and must not block."""
@@ -36,7 +39,7 @@ class HealthCounters:
     last_xid: dict[str, int] = field(default_factory=dict)
     # (UUID, Xid) -> seconds since 1970: a rate misses the birth of a series, this does not.
     xid_times: dict[tuple[str, int], float] = field(default_factory=dict)
-    listeners: list[Callable[[Transition], None]] = field(default_factory=list)
+    listeners: list[Listener] = field(default_factory=list)
 
     def count(self, message: Message, snapshot: Snapshot) -> None:
         """Count an event, whatever it did to its GPU."""

@@ -8,7 +8,7 @@ from agent.model.nvlink_xids import NUMBERS as NVLINK_XIDS
 from agent.model.xids import UNKNOWN, XIDS, Rule, Verdict, XidClass, default_verdict
 
 
-def rules_from(wanted: settings.Health) -> Rules:
+def rules_from(wanted: settings.HealthSettings) -> Rules:
     """Rules for a configuration. A class set for an Xid brings that class's verdict and quiet time along."""
     quiet = wanted.quiet
     by_class = {

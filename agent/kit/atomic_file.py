@@ -4,6 +4,9 @@ import os
 import tempfile
 from pathlib import Path
 
+# Of the names of drafts; one without a writer is what an agent that was killed had begun.
+DRAFT = ".gpu-node-agent-"
+
 
 def write(folder: Path, name: str, content: bytes, mode: int = 0o644, lasting: bool = False) -> None:
     """Write `folder/name`; the folder is made where it is missing. Blocks. Raises OSError.
@@ -12,7 +15,7 @@ def write(folder: Path, name: str, content: bytes, mode: int = 0o644, lasting: b
     """
     folder.mkdir(parents=True, exist_ok=True)
     # A dot file with another suffix: programs that read every .json in a folder pass it by.
-    descriptor, draft = tempfile.mkstemp(prefix=".gpu-node-agent-", dir=folder)
+    descriptor, draft = tempfile.mkstemp(prefix=DRAFT, dir=folder)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)

@@ -8,8 +8,9 @@ frozenlist's C part: it alone brings libstdc++ into the process, 1.2 MiB, to spe
 handlers that is read once a request.
 """
 
-import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _VARIABLES = {
     "SSL_CERT_FILE": os.devnull,  # see OpenSSL's SSL_CTX_set_default_verify_paths(3)
@@ -18,11 +19,12 @@ _VARIABLES = {
 }
 
 
-def _import() -> None:
+@contextmanager
+def _environment() -> Iterator[None]:
     saved = {name: os.environ.get(name) for name in _VARIABLES}
     os.environ.update(_VARIABLES)
     try:
-        importlib.import_module("aiohttp")
+        yield
     finally:
         for name, value in saved.items():
             if value is None:
@@ -31,8 +33,7 @@ def _import() -> None:
                 os.environ[name] = value
 
 
-_import()
-
-import aiohttp  # noqa: E402  it is in by now
+with _environment():
+    import aiohttp
 
 __all__ = ["aiohttp"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from agent.model.placement import Policy, lowest
+from agent.model.placement import PlacementPolicy, lowest
 from agent.model.preference import choose
 from agent.model.units import ResourcePair
 from agent.modes.wing import Node
@@ -16,8 +16,8 @@ from agent.telemetry.reading import Series
 def pairing_of(node: Node, pair: ResourcePair, placement: str, reservation_seconds: float) -> Pairing:
     """The pairing of a mode; whole GPUs, where the pair has them, are the best connected ones.
 
-    `placement` is the policy of a pod that names none, `reservation_seconds` how long a pair is promised to a
-    container that has one member of it.
+    `placement` is the policy of a pod that names none, `reservation_seconds` how long a pair is reserved for
+    a container that has one member of it.
     """
 
     def connected(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
@@ -25,7 +25,7 @@ def pairing_of(node: Node, pair: ResourcePair, placement: str, reservation_secon
 
     rules = PairRules(
         pair,
-        Policy(placement),
+        PlacementPolicy(placement),
         reservation_seconds,
         connected if pair.whole_gpus else lowest,
         node.name,
@@ -36,7 +36,7 @@ def pairing_of(node: Node, pair: ResourcePair, placement: str, reservation_secon
 def pairs_collector(
     mode: str, stats: PairingStats, reserved: int, fences: Mapping[str, bool]
 ) -> Iterator[Series]:
-    """The metrics of a mode. `reserved`: pairs that are promised and not complete; `fences`: which hold."""
+    """The metrics of a mode. `reserved`: pairs that are reserved and not complete; `fences`: which hold."""
     yield d.PAIRS, stats.granted, (mode, "granted")
     yield d.PAIRS, stats.refused, (mode, "refused")
     yield d.PAIRS, stats.expired, (mode, "expired")

@@ -9,14 +9,14 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FreeGpu:
-    """Units of one GPU that are neither held nor promised."""
+    """Units of one GPU that are neither held nor reserved."""
 
     gpu: str  # UUID
     index: int
     cores: int
     blocks: int
     all_blocks: int
-    untouched: bool  # nothing of it is held or promised
+    untouched: bool  # nothing of it is held or reserved
     clients: int = UNLIMITED  # further containers that may hold a share of it
 
     @property

@@ -1,7 +1,7 @@
-"""Which units of which GPU are held, promised or free: a frozen ledger, rebuilt from the record of holders.
+"""Which units of which GPU are held, reserved or free: a frozen ledger, rebuilt from the record of holders.
 
-It is no record of its own: reservations are promises that live for seconds, from the first of a container's
-calls until the record shows the pair.
+It is no record of its own: reservations live for seconds, from the first of a container's calls until the
+record shows the pair.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ class UnitPool:
     core_set: frozenset[str]
     block_set: frozenset[str]
     offerable: bool = True  # healthy, in this mode and not draining
-    keeps: bool = True  # healthy and in this mode: what was promised of it is handed out, draining or not
+    keeps: bool = True  # healthy and in this mode: what was reserved of it is handed out, draining or not
 
     @classmethod
     def of(cls, pair: ResourcePair, gpu: str, index: int, memory_bytes: int) -> Self:
@@ -107,7 +107,7 @@ class PairHoldings:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A pair promised to a container. The IDs of a member are known once they were answered."""
+    """A pair reserved for a container. The IDs of a member are known once they were answered."""
 
     holder: Holder
     pod: Pod
@@ -157,11 +157,11 @@ class Ledger:
 
     @cached_property
     def kept_ids(self) -> frozenset[str]:
-        """All IDs that are held or promised."""
-        return self.held.ids | self.promised_ids if self.reservations else self.held.ids
+        """All IDs that are held or reserved."""
+        return self.held.ids | self.reserved_ids if self.reservations else self.held.ids
 
     @cached_property
-    def promised_ids(self) -> frozenset[str]:
+    def reserved_ids(self) -> frozenset[str]:
         """All IDs that were answered to somebody and may not be in the records yet."""
         answered = (each.ids(member) for each in self.reservations for member in PairMember)
         return frozenset().union(*(ids for ids in answered if ids is not None))
@@ -170,9 +170,9 @@ class Ledger:
     def whole(self) -> frozenset[str]:
         """GPUs of which one container holds all cores."""
         large = [*self.held.large]
-        promised = (each.core_ids for each in self.reservations if each.complete)
+        reserved = (each.core_ids for each in self.reservations if each.complete)
         # One may hold all cores that are left in a pool from which others have grown: that is no whole GPU.
-        large += [ids for ids in promised if ids and len(ids) >= CORES]
+        large += [ids for ids in reserved if ids and len(ids) >= CORES]
         pools = [each for each in self.pools.values() if each.core_set]
         return frozenset(pool.gpu for pool in pools for ids in large if pool.core_set <= ids)
 
@@ -180,7 +180,7 @@ class Ledger:
         return next((each for each in self.reservations if each.holder == holder), None)
 
     def observed(self, held: PairHoldings, over: Callable[[Reservation], bool]) -> Self:
-        """With what the record says now. Promises end that it shows from here on, and those that are over."""
+        """With what the record says now. Reservations end that it shows, and those that are over."""
         kept = tuple(each for each in self.reservations if not each.shown(held) and not over(each))
         same = self.held == held
         if same and len(kept) == len(self.reservations):
@@ -190,8 +190,8 @@ class Ledger:
     def expired(self, now: float) -> Self:
         return self.without(lambda each: each.expires <= now)
 
-    def promised(self, reservation: Reservation) -> Self:
-        """With a promise, in the place of an earlier one to the same container."""
+    def reserved(self, reservation: Reservation) -> Self:
+        """With a reservation, in the place of an earlier one for the same container."""
         others = tuple(each for each in self.reservations if each.holder != reservation.holder)
         return replace(self, reservations=(*others, reservation))
 
@@ -200,11 +200,11 @@ class Ledger:
         return self if len(kept) == len(self.reservations) else replace(self, reservations=kept)
 
     def free_units(self, gpu: str, member: PairMember) -> list[str]:
-        """Units of a GPU that are nobody's, nor will be by what is promised, in order."""
+        """Units of a GPU that are nobody's, nor will be by what is reserved, in order."""
         pool, kept = self.pools.get(gpu), self.kept_ids
         if pool is None or not pool.offerable:
             return []
-        # A container that was promised a GPU, and not yet which units of it.
+        # A container that has a GPU reserved, and not yet which units of it.
         coming = sum(
             each.needs(member) for each in self.reservations if gpu in each.gpus and each.ids(member) is None
         )
@@ -212,22 +212,22 @@ class Ledger:
         return free[coming:]
 
     def taken(self, asking: Holder, own: frozenset[str] = frozenset()) -> frozenset[str]:
-        """IDs that cannot come to a container: held by others, or promised to them.
+        """IDs that cannot come to a container: held by others, or reserved for them.
 
         `own`: IDs that come to it though they are held, as it inherits them, or has them already.
         """
         others = (each for each in self.reservations if each.holder != asking)
-        promised = [ids for each in others for member in PairMember if (ids := each.ids(member))]
+        reserved = [ids for each in others for member in PairMember if (ids := each.ids(member))]
         # Thousands of IDs are held on a large node: they are copied only where something differs.
-        taken = self.held.ids.union(*promised) if promised else self.held.ids
+        taken = self.held.ids.union(*reserved) if reserved else self.held.ids
         return taken - own if own else taken
 
     def taken_of(self, ids: frozenset[str], asking: Holder, own: frozenset[str]) -> frozenset[str]:
         """Those of `ids` that cannot come to a container, as in `taken`, without going through all units."""
         wanted = ids - own
         others = (each for each in self.reservations if each.holder != asking)
-        promised = (each.ids(member) or frozenset() for each in others for member in PairMember)
-        return frozenset().union(wanted & self.held.ids, *(wanted & each for each in promised))
+        reserved = (each.ids(member) or frozenset() for each in others for member in PairMember)
+        return frozenset().union(wanted & self.held.ids, *(wanted & each for each in reserved))
 
     def free_gpus(
         self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()

@@ -24,7 +24,7 @@ ASSIGNED = "tencent.com/gpu-assigned"
 POLICY = "gpu-node-agent.io/placement"
 
 
-class Policy(StrEnum):
+class PlacementPolicy(StrEnum):
     """How a share chooses among the GPUs that have room for it."""
 
     BINPACK = "binpack"  # the fullest one
@@ -86,16 +86,16 @@ def indices_in(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if known else ()
 
 
-def policy_of(pod: Pod | None, default: Policy) -> Policy:
+def policy_of(pod: Pod | None, default: PlacementPolicy) -> PlacementPolicy:
     """The pod's own policy, or the node's where it names none that exists."""
     wanted = pod.annotations.get(POLICY, "") if pod else ""
-    return Policy(wanted) if wanted in tuple(Policy) else default
+    return PlacementPolicy(wanted) if wanted in tuple(PlacementPolicy) else default
 
 
 def place(
     rooms: Mapping[str, FreeGpu],
     demand: Demand,
-    policy: Policy = Policy.BINPACK,
+    policy: PlacementPolicy = PlacementPolicy.BINPACK,
     hint: Hint | None = None,
     whole: WholeChooser | None = None,
     tied: Collection[str] = (),
@@ -147,12 +147,12 @@ def _whole(
 
 
 def order(
-    policy: Policy, demand: Demand, gpus: Sequence[FreeGpu], mix: Mix
+    policy: PlacementPolicy, demand: Demand, gpus: Sequence[FreeGpu], mix: Mix
 ) -> Callable[[FreeGpu], tuple[float, ...]]:
     """How a policy orders GPUs for a share, the best first. `gpus`: all of the node that are in its mode."""
-    if policy is Policy.SPREAD:
+    if policy is PlacementPolicy.SPREAD:
         return lambda gpu: (-gpu.cores, -gpu.blocks, gpu.index)
-    if policy is Policy.FRAGMENTATION:
+    if policy is PlacementPolicy.FRAGMENTATION:
         before = free_of(gpus)
         return lambda gpu: (
             _growth(gpu, gpu.after(demand), before, mix),

@@ -40,6 +40,10 @@ class CordonBook:
         self.cell: Cell[Cordons] = Cell(NO_CORDONS)
         self.problem: str | None = None  # why the annotation is not obeyed
 
+    def remarks(self) -> list[str]:
+        """Cordons that cannot be read."""
+        return [f"{self.problem}; the GPUs cordoned before stay so"] if self.problem else []
+
     async def restore(self) -> None:
         """Take up what was in force before this process."""
         try:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agent.model.modes import ALIASES, FOREIGN_VALUES, Mode
+from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, Mode
 from agent.model.node_layout import Entry, everywhere
+from agent.settings import Settings
 
 LABEL = "nvidia-device-enable"
 # Labels of others by which another agent claims the node's GPUs.
@@ -88,3 +89,14 @@ def _claimed(name: str, by: str, owner: str) -> Desired:
         everywhere(Mode.OFF),
         problem=f"{by} gives this node to {owner}; two agents cannot offer the same GPUs: remove one of them",
     )
+
+
+def catalog_of(settings: Settings) -> ModeCatalog:
+    """The modes that may be requested under a configuration."""
+    allowed = settings.modes
+    modes = [mode for mode in OFFERED_MODES if getattr(allowed, mode.value)]
+    layouts = {
+        name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
+        for name, entries in settings.layouts.items()
+    }
+    return ModeCatalog(layouts, tuple(modes), settings.default_mode)

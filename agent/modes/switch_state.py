@@ -35,5 +35,11 @@ class SwitchState:
     gpus: tuple[GpuSwitch, ...] = ()
     applied: str = "none"  # the word that was in force last
 
+    def remarks(self) -> list[str]:
+        """A request that cannot be obeyed."""
+        if self.phase not in (Phase.BLOCKED, Phase.FAILED):
+            return []
+        return [f"mode {self.desired} is not in force: {self.message}"]
+
 
 STARTING = SwitchState(Phase.SWITCHING, "none", "the agent is starting")

@@ -132,6 +132,10 @@ class ModeSwitcher:
         self._change({uuid: transition.stopped(state) for uuid, state in self._states.items()})
         await self._delivered()
 
+    def remarks(self) -> list[str]:
+        """A request that cannot be obeyed."""
+        return self.state.value.remarks()
+
     def _wake_up(self) -> None:
         self._wake.set()
 

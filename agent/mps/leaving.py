@@ -1,5 +1,7 @@
 """Takes MPS off a node that no agent serves: daemons, compute modes, files outside of the agent's folders."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -50,7 +52,7 @@ async def stop_daemons(settings: Settings, nvml: NvmlPort) -> None:
 
 
 def remove_files(settings: Settings) -> None:
-    """Remove the CDI file of shares, and the mounts of logs. Blocks. Raises OSError."""
+    """Remove the CDI file of shares, mounts of logs, folders in the driver root. Blocks. Raises OSError."""
     file = Path(settings.host.cdi) / shares_cdi.FILE
     # The folder may be read-only where there is nothing of ours.
     if file.exists():
@@ -58,6 +60,20 @@ def remove_files(settings: Settings) -> None:
     for root in (Path(settings.host.run) / "mps").glob("*"):
         # An agent that was gone back to left it where it was.
         shared_memory.release_logs(Directories(root).log)
+    _remove_mount_points(Path(settings.driver.root), Path(settings.host.run))
+
+
+def _remove_mount_points(driver: Path, run: Path) -> None:
+    """Take the empty folders out of a driver root on which daemons had the run folder in their namespaces.
+
+    The host's own root is no such one: the folder there is the agent's itself. What holds anything stays.
+    """
+    top = driver / run.relative_to("/")
+    if driver == Path("/") or top.is_symlink() or not top.is_dir() or (run.exists() and top.samefile(run)):
+        return
+    for folder, _, _ in os.walk(top, topdown=False):
+        with suppress(OSError):
+            os.rmdir(folder)  # noqa: PTH106  a name of os.walk
 
 
 def _any_record(left: list[Directories]) -> bool:

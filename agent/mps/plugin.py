@@ -71,7 +71,7 @@ class Conditions(Sharing):
         pods = {each.pod_key for each in holders}
         alone = {each.holder.pod_key: each.holder for each in held if each.holder.pod_key not in pods}
         holders.update(alone.values())
-        # A promise counts once both members are granted: the second member must still be on its list.
+        # A reservation counts once both members are granted: the second member must still be on its list.
         holders |= {each.holder for each in ledger.reservations if each.complete and uuid in each.gpus}
         most = self.ceiling(uuid)
         return f"{len(holders)} containers hold shares, and MPS serves {most}" if len(holders) >= most else ""
@@ -157,8 +157,8 @@ class MpsPlugin(SharedPairPlugin):
     def _refuse_half(self, holder: Holder) -> None:
         """Without the API server it shows only now that a container asks for cores alone."""
         ledger = self._shares.pairing.ledger
-        promise = ledger.reservation(holder)
-        granted = promise is not None and PairMember.MEMORY in promise.granted
+        reservation = ledger.reservation(holder)
+        granted = reservation is not None and PairMember.MEMORY in reservation.granted
         if granted or any(each.holder == holder for each in ledger.held.blocks):
             return
         raise Refused(

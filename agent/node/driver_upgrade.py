@@ -42,7 +42,7 @@ RENEW_SECONDS: Final = 60.0
 PATIENCE_SECONDS: Final = 30.0
 
 
-class Stage(Enum):
+class UpgradeStage(Enum):
     """How far an exchange of the driver is."""
 
     NONE = "none"
@@ -60,17 +60,17 @@ class Releasing(Protocol):
         """Open NVML again."""
 
 
-def stage_of(labels: Mapping[str, str]) -> tuple[Stage, str]:
+def stage_of(labels: Mapping[str, str]) -> tuple[UpgradeStage, str]:
     """The request of a node's labels, and the label that makes it."""
     for key, value in sorted(labels.items()):
         if key.startswith(OPERAND_PREFIX) and value.startswith(PAUSED_PREFIX):
-            return Stage.RELEASE, f"{key}={value}"
+            return UpgradeStage.RELEASE, f"{key}={value}"
     state = labels.get(STATE_LABEL, "")
     if state in EXCHANGING:
-        return Stage.RELEASE, f"{STATE_LABEL}={state}"
+        return UpgradeStage.RELEASE, f"{STATE_LABEL}={state}"
     if state in DRAINING:
-        return Stage.DRAIN, f"{STATE_LABEL}={state}"
-    return Stage.NONE, ""
+        return UpgradeStage.DRAIN, f"{STATE_LABEL}={state}"
+    return UpgradeStage.NONE, ""
 
 
 class DriverUpgrade:
@@ -92,7 +92,7 @@ class DriverUpgrade:
         self._switch = switch
         self._by_hand = by_hand
         self._cordons = cordons
-        self.stage = Stage.NONE
+        self.stage = UpgradeStage.NONE
         self.label = ""  # that asks for it
         self._cordon: Cordon | None = None  # of all GPUs, until NVML answers again
         self._release_by = 0.0  # when NVML is closed at the latest
@@ -108,6 +108,16 @@ class DriverUpgrade:
 
         await repeat(look, self._node.changes, self._inventory, self._switch, self._by_hand)
 
+    def remarks(self) -> list[str]:
+        """A driver that is being exchanged."""
+        if self.stage is UpgradeStage.NONE:
+            return []
+        text = (
+            f"the GPU operator exchanges the driver of this node (label {self.label}): GPUs "
+            "leave their modes when their pods have ended, and nothing is offered until the label changes"
+        )
+        return [text]
+
     def look(self) -> float:
         """Follow the labels of this moment; after how many seconds to look again, whatever happens."""
         labels = self._node.labels()
@@ -115,26 +125,26 @@ class DriverUpgrade:
             self._put_cordons()
             return RENEW_SECONDS
         self._heard(*stage_of(labels))
-        if self.stage is Stage.NONE:
+        if self.stage is UpgradeStage.NONE:
             self._back_in_service()
             return RENEW_SECONDS
         self._put_cordons()
-        if self.stage is Stage.DRAIN:
+        if self.stage is UpgradeStage.DRAIN:
             self._end_release()  # as where the driver's pod has been put off again
             return RENEW_SECONDS
         return self._let_go()
 
-    def _heard(self, stage: Stage, label: str) -> None:
-        if stage is Stage.NONE:
+    def _heard(self, stage: UpgradeStage, label: str) -> None:
+        if stage is UpgradeStage.NONE:
             self._refused = False
         elif self._refused:
-            stage, label = Stage.NONE, ""
+            stage, label = UpgradeStage.NONE, ""
         if stage is not self.stage:
             log.info("driver_upgrade", stage=stage.value, before=self.stage.value, label=label or self.label)
-            if stage is Stage.RELEASE:
+            if stage is UpgradeStage.RELEASE:
                 self._release_by = boot_seconds() + PATIENCE_SECONDS
         self.stage, self.label = stage, label
-        if stage is not Stage.NONE:
+        if stage is not UpgradeStage.NONE:
             since = self._cordon.since if self._cordon else now()
             self._cordon = Cordon(f"the driver is exchanged ({label})", since)
 

@@ -7,7 +7,7 @@ from typing import Any
 from agent.cluster.api import ApiError, ApiRefused
 from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.node import NodeObject
-from agent.cluster.own_node import Amounts, Condition, NodeNotWritten
+from agent.cluster.own_node import Amounts, NodeNotWritten, OwnCondition
 from agent.kit.cell import Cell
 from agent.kit.timestamps import now
 from agent.model.quantity import units
@@ -35,12 +35,12 @@ class ClusterNode:
         node = self._node.value
         return {} if node is None else node.metadata.annotations
 
-    def condition(self, kind: str) -> Condition | None:
+    def condition(self, kind: str) -> OwnCondition | None:
         node = self._node.value
         found = next((each for each in node.status.conditions if each.type == kind), None) if node else None
         if found is None:
             return None
-        return Condition(found.status, found.reason, found.message, found.last_transition_time or "")
+        return OwnCondition(found.status, found.reason, found.message, found.last_transition_time or "")
 
     def amounts(self, resources: frozenset[str]) -> Amounts | None:
         node = self._node.value

@@ -48,7 +48,7 @@ _MOST_SHUTDOWNS = 16
 _NO_LIMIT = (1 << 64) - 1  # NVML_DEVICE_MEMORY_LIMIT_MAX
 
 
-class Binding:
+class NvmlBinding:
     """`NvmlPort` over libnvidia-ml.so.1.
 
     `path` names the library; without it, the driver roots in `roots` are searched, then the system

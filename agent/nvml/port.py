@@ -1,6 +1,6 @@
 """The seam between the agent and NVML: what the agent asks, in its own types.
 
-Two implementations: `binding.Binding` over nvidia-ml-py, and the simulated machine's
+Two implementations: `binding.NvmlBinding` over nvidia-ml-py, and the simulated machine's
 (`agent.simulator`). All methods block and are called from worker threads only; all raise
 `agent.nvml.nvml_errors.NvmlError` or one of its kinds. GPUs are named by UUID, never by index,
 except in `describe`, which is how UUIDs are learnt.
@@ -90,6 +90,7 @@ class Sample:
     # Processes that did nothing are left out. None: the GPU has no such figures.
     busy: tuple[tuple[int, float], ...] | None = None
     newest_us: int = 0  # time stamp of the newest of those samples; 0: there is none
+    busy_us: tuple[tuple[int, ...], ...] = ()  # by entry of `busy`: its samples' time stamps, ascending
 
 
 @dataclass(frozen=True, slots=True)

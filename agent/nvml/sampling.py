@@ -58,7 +58,7 @@ def read_sample(handle: Opaque, used: int, total: int, request: SampleRequest) -
         fields = read_fields(handle, _FIELDS)
     energy = fields.get(_ENERGY)
     processes = _processes(handle)
-    busy, newest = _busy(handle, request)
+    busy, newest, stamps = _busy(handle, request)
     return Sample(
         gpu_utilization_ratio=None if rates is None else rates.gpu / 100,
         memory_utilization_ratio=None if rates is None else rates.memory / 100,
@@ -77,6 +77,7 @@ def read_sample(handle: Opaque, used: int, total: int, request: SampleRequest) -
         processes=processes,
         busy=busy,
         newest_us=newest,
+        busy_us=stamps,
     )
 
 
@@ -121,33 +122,37 @@ def _processes(handle: Opaque) -> tuple[GpuProcess, ...] | None:
     return tuple(found.values())
 
 
-def _busy(handle: Opaque, request: SampleRequest) -> tuple[tuple[tuple[int, float], ...] | None, int]:
+Busy = tuple[tuple[tuple[int, float], ...] | None, int, tuple[tuple[int, ...], ...]]
+
+
+def _busy(handle: Opaque, request: SampleRequest) -> Busy:
     try:
         samples = call("nvmlDeviceGetProcessUtilization", handle, request.since_us)
     except NvmlNotSupported:
-        return None, 0
+        return None, 0, ()
     except NvmlError as error:
         # Nobody worked: NVML says "not found", nvidia-ml-py makes an error of an empty success.
         if error.code in (NvmlCode.NOT_FOUND, pynvml.NVML_SUCCESS):
-            return (), 0
+            return (), 0, ()
         raise
     return mean_use(
         [(one.pid, one.timeStamp, one.smUtil) for one in samples], request.since_us, request.until_us
     )
 
 
-def mean_use(
-    samples: list[tuple[int, int, int]], since_us: int, until_us: int = sys.maxsize
-) -> tuple[tuple[tuple[int, float], ...], int]:
-    """Of (pid, microseconds, percent): the mean of each process, 0..1, and the newest time stamp (0: none).
+def mean_use(samples: list[tuple[int, int, int]], since_us: int, until_us: int = sys.maxsize) -> Busy:
+    """Of (pid, microseconds, percent): each one's mean, 0..1; the newest time stamp (0: none); all of each.
 
     Entries of the ring that were never filled carry an old time stamp, and some drivers report percentages
     far above 100 for a process that just ended: the former are dropped, the latter clipped.
     """
     sums: dict[int, list[int]] = {}
+    stamps: dict[int, set[int]] = {}
     newest = 0
     for pid, stamp, percent in samples:
         if since_us < stamp <= until_us:
             sums.setdefault(pid, []).append(min(percent, 100))
+            stamps.setdefault(pid, set()).add(stamp)
             newest = max(newest, stamp)
-    return tuple((pid, sum(values) / len(values) / 100) for pid, values in sums.items()), newest
+    means = tuple((pid, sum(values) / len(values) / 100) for pid, values in sums.items())
+    return means, newest, tuple(tuple(sorted(found)) for found in stamps.values())

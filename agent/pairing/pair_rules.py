@@ -9,7 +9,7 @@ from agent.model.holding import Holder
 from agent.model.ids import SEPARATOR
 from agent.model.ledger import Ledger, PairHoldings, PairMember, Reservation, UnitPool
 from agent.model.modes import PAIRS
-from agent.model.placement import NoRoom, Policy, WholeChooser, hint_of, lowest, place, policy_of
+from agent.model.placement import NoRoom, PlacementPolicy, WholeChooser, hint_of, lowest, place, policy_of
 from agent.model.pod import Pod, Stage
 from agent.model.units import ResourcePair
 from agent.pairing.pod_access import Cause, PairRefused
@@ -71,19 +71,19 @@ class PairState:
     ) -> "PairState":
         """With what a record says of the pair, and the pods that it lists.
 
-        `covers`: it was read after promises that expire by then were made. `pods`: those of the node, where
-        they are known.
+        `covers`: it was read after reservations were made that expire by then. `pods`: those of the node,
+        where they are known.
         """
         known = pods or {}
 
-        def over(promise: Reservation) -> bool:
+        def over(reservation: Reservation) -> bool:
             """Whether its pod is gone, has finished, or is another of the same name now."""
-            key = promise.holder.pod_key
+            key = reservation.holder.pod_key
             now = known.get(key)
-            if now and now.uid == promise.pod.uid and now.finished:
+            if now and now.uid == reservation.pod.uid and now.finished:
                 return True
-            gone = key not in listed or (now is not None and now.uid != promise.pod.uid)
-            return gone and promise.expires <= covers
+            gone = key not in listed or (now is not None and now.uid != reservation.pod.uid)
+            return gone and reservation.expires <= covers
 
         refused = self.refused if pods is None else self.refused & {pod.uid for pod in pods.values()}
         return replace(self, ledger=self.ledger.observed(held, over), refused=refused)
@@ -91,8 +91,8 @@ class PairState:
     def without(self, over: Callable[[Reservation], bool]) -> "PairState":
         return replace(self, ledger=self.ledger.without(over))
 
-    def promised(self, promise: Reservation) -> "PairState":
-        return replace(self, ledger=self.ledger.promised(promise))
+    def reserved(self, reservation: Reservation) -> "PairState":
+        return replace(self, ledger=self.ledger.reserved(reservation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,13 @@ class PairRules:
     """The rules, which do not change between calls."""
 
     pair: ResourcePair
-    policy: Policy = Policy.BINPACK
+    policy: PlacementPolicy = PlacementPolicy.BINPACK
     reservation_seconds: float = 10.0
     whole: WholeChooser = lowest
     node: str = ""
 
-    def promise(self, state: PairState, call: Call, asker: Asker) -> tuple[Reservation, str]:
-        """A promise to the asker, and why the scheduler's choice was not followed. Raises PairRefused."""
+    def reserve(self, state: PairState, call: Call, asker: Asker) -> tuple[Reservation, str]:
+        """A reservation for the asker, and why the scheduler's choice is not followed. Raises PairRefused."""
         holder, ledger = asker.holder, state.ledger
         existing = ledger.reservation(holder)
         if existing and (existing.pod.uid != asker.pod.uid or not existing.granted):
@@ -123,8 +123,8 @@ class PairRules:
                 )
             own = self._own(state, asker.pod, holder) | call.inherited
             taken = self._taken(state, holder, own, call)
-            promised = frozenset(existing.gpus) if existing else NOTHING
-            tied = {each.partition(SEPARATOR)[0] for each in own} | promised
+            reserved = frozenset(existing.gpus) if existing else NOTHING
+            tied = {each.partition(SEPARATOR)[0] for each in own} | reserved
             choice = place(
                 ledger.free_gpus(holder, taken, own),
                 group.peak if group and not tied else demand,
@@ -143,27 +143,27 @@ class PairRules:
         held = {member: ids for member in PairMember if (ids := ledger.held.by_place.get((holder, member)))}
         core, memory = held.get(PairMember.CORE), held.get(PairMember.MEMORY)
         expires = call.now + self.reservation_seconds
-        promise = Reservation(holder, asker.pod, demand, gpus, expires, core, memory, frozenset(held))
-        return promise, choice.hint_ignored
+        reservation = Reservation(holder, asker.pod, demand, gpus, expires, core, memory, frozenset(held))
+        return reservation, choice.hint_ignored
 
-    def pick(self, state: PairState, promise: Reservation, call: Call) -> tuple[PairState, list[str]]:
-        """IDs of a promised member: inherited ones first, then the lowest free ones. Raises PairRefused."""
-        available, known = call.available or NOTHING, promise.ids(call.member)
-        own = self._own(state, promise.pod, promise.holder) | call.inherited
-        ledger, holder = state.ledger, promise.holder
+    def pick(self, state: PairState, reservation: Reservation, call: Call) -> tuple[PairState, list[str]]:
+        """IDs of a reserved member: inherited ones first, then the lowest free ones. Raises PairRefused."""
+        available, known = call.available or NOTHING, reservation.ids(call.member)
+        own = self._own(state, reservation.pod, reservation.holder) | call.inherited
+        ledger, holder, chosen = state.ledger, reservation.holder, ", ".join(reservation.gpus)
         usable = known is not None and len(known) == call.size and known <= available
         if known and usable and not ledger.taken_of(known, holder, own):
-            return state.promised(promise), sorted(known)
+            return state.reserved(reservation), sorted(known)
         picked = dict.fromkeys(sorted(call.inherited))
-        strangers = {each.partition(SEPARATOR)[0] for each in picked} - set(promise.gpus)
+        strangers = {each.partition(SEPARATOR)[0] for each in picked} - set(reservation.gpus)
         if strangers:
             raise PairRefused(
-                f"{promise.holder} inherits units of GPU {', '.join(sorted(strangers))} from an init "
-                f"container, but its other member is on GPU {', '.join(promise.gpus)}; create the pod again",
+                f"{reservation.holder} inherits units of GPU {', '.join(sorted(strangers))} from an init "
+                f"container, but its other member is on GPU {chosen}; create the pod again",
                 Cause.INVALID,
-                promise.pod,
+                reservation.pod,
             )
-        pools = [ledger.pools[gpu] for gpu in promise.gpus]
+        pools = [ledger.pools[gpu] for gpu in reservation.gpus]
         offered = NOTHING.union(*(pool.id_set(call.member) & available for pool in pools))
         taken = ledger.taken_of(offered, holder, own)
         units = chain.from_iterable(pool.ids(call.member) for pool in pools)
@@ -171,13 +171,13 @@ class PairRules:
         picked |= dict.fromkeys(islice(free, max(0, call.size - len(picked))))
         if len(picked) < call.size:
             raise PairRefused(
-                f"GPU {', '.join(promise.gpus)} was chosen for {promise.demand.text()} of {promise.holder}, "
+                f"GPU {chosen} was chosen for {reservation.demand.text()} of {holder}, "
                 f"but the kubelet offers only {len(picked)} of {call.size} "
                 f"{resource_of(self.pair, call.member)} there; create the pod again",
                 Cause.EXHAUSTED,
-                promise.pod,
+                reservation.pod,
             )
-        return state.promised(promise.with_ids(call.member, frozenset(picked))), list(picked)
+        return state.reserved(reservation.with_ids(call.member, frozenset(picked))), list(picked)
 
     def checked(self, state: PairState, member: PairMember, ids: Collection[str]) -> tuple[str, ...]:
         """GPUs of these IDs in order of index. Raises PairRefused for IDs that are not of this member."""
@@ -194,21 +194,26 @@ class PairRules:
         return tuple(sorted(gpus, key=lambda gpu: pools[gpu].index))
 
     def grant(
-        self, state: PairState, promise: Reservation, call: Call, ids: frozenset[str], gpus: Collection[str]
+        self,
+        state: PairState,
+        reservation: Reservation,
+        call: Call,
+        ids: frozenset[str],
+        gpus: Collection[str],
     ) -> tuple[PairState, Grant]:
-        """Hand out a member of a promise. Raises PairRefused where `ids`, which lie on `gpus`, cannot be."""
-        if not set(gpus) <= set(promise.gpus):
+        """Hand out a reserved member. Raises PairRefused where `ids`, which lie on `gpus`, cannot be."""
+        if not set(gpus) <= set(reservation.gpus):
             raise PairRefused(
                 f"the kubelet took units of GPU {', '.join(gpus)}, against the choice of GPU "
-                f"{', '.join(promise.gpus)} for {promise.holder}; create the pod again",
+                f"{', '.join(reservation.gpus)} for {reservation.holder}; create the pod again",
                 Cause.INVALID,
-                promise.pod,
+                reservation.pod,
             )
-        own = self._own(state, promise.pod, promise.holder)
-        if held := state.ledger.taken_of(ids, promise.holder, own):
+        own = self._own(state, reservation.pod, reservation.holder)
+        if held := state.ledger.taken_of(ids, reservation.holder, own):
             unit, resource = min(held), resource_of(self.pair, call.member)
             # Its owner reads this: pods of other namespaces are none of theirs.
-            here, held_now = promise.pod.namespace, state.ledger.held
+            here, held_now = reservation.pod.namespace, state.ledger.held
             holding = [each.holder for each in (*held_now.cores, *held_now.blocks) if unit in each.id_set]
             named = (str(one) if one.namespace == here else "another namespace's pod" for one in holding)
             holders = ", ".join(named)
@@ -216,21 +221,23 @@ class PairRules:
                 f"{unit} of {resource} is held by {holders or 'a container that is being admitted'}, though "
                 "the kubelet offers it; nothing is handed out twice, create the pod again",
                 Cause.UNAVAILABLE,
-                promise.pod,
+                reservation.pod,
             )
         keeping = {pool.gpu for pool in state.ledger.pools.values() if pool.keeps}
-        if gone := set(promise.gpus) - keeping:
+        if gone := set(reservation.gpus) - keeping:
             raise PairRefused(
                 f"GPU {min(gone)} is not in mode {self.pair.name} now: it is unhealthy, or changes its mode; "
                 "create the pod again",
                 Cause.INVALID,
-                promise.pod,
+                reservation.pod,
             )
-        handed = promise.with_ids(call.member, ids).with_grant(call.member)
-        promise = replace(handed, expires=call.now + self.reservation_seconds)
-        container = promise.holder.container
-        granted = Grant(promise.pod, container, promise.demand, promise.gpus, ids, promise.complete)
-        return state.promised(promise), granted
+        handed = reservation.with_ids(call.member, ids).with_grant(call.member)
+        reservation = replace(handed, expires=call.now + self.reservation_seconds)
+        container = reservation.holder.container
+        granted = Grant(
+            reservation.pod, container, reservation.demand, reservation.gpus, ids, reservation.complete
+        )
+        return state.reserved(reservation), granted
 
     def _own(self, state: PairState, pod: Pod, holder: Holder) -> frozenset[str]:
         """Units that a container has already, and those that plain init containers of its pod left for it."""

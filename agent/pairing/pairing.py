@@ -2,7 +2,7 @@
 
 The kubelet asks for core and memory of a container in two separate rounds of calls, in any order, and
 says of neither whose they are. Each round finds out who asks. The first one of a container chooses a GPU with
-room for both and promises the pair; the second keeps the promise. Nothing here outlives the process: the
+room for both and reserves the pair; the second uses the reservation. Nothing here outlives the process: the
 record of who holds what (`agent.holdings.record`) shows all that was granted.
 
 Calls are served one at a time, within the time that `agent.kubelet.service` gives to each.
@@ -60,11 +60,11 @@ class PairingStats:
 
     granted: int = 0  # pairs
     refused: int = 0
-    expired: int = 0  # promises that nobody came back for
+    expired: int = 0  # reservations that nobody came back for
 
 
 class Pairing:
-    """Chooses, promises and verifies for one kind of pair on one node."""
+    """Chooses, reserves and verifies for one kind of pair on one node."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Pairing:
 
     @property
     def waiting(self) -> int:
-        """Pairs that were promised and wait for their second member."""
+        """Pairs that were reserved and wait for their second member."""
         return sum(not each.complete for each in self.ledger.reservations)
 
     def continuing(self) -> frozenset[str]:
@@ -111,7 +111,7 @@ class Pairing:
     def observe(self, record: Record) -> None:
         """Take in who holds what, by a reading that may be older than the last grant.
 
-        One that is older than a call's is passed over: promises that the newer one showed have ended by it.
+        One that is older than a call's is passed over: reservations that the newer one showed ended with it.
         """
         if record.began >= self._read:
             self._take_in(record)
@@ -131,10 +131,10 @@ class Pairing:
         """`size` of the `available` IDs of a member, the `inherited` ones among them. Raises PairRefused."""
         async with self._serving():
             call = Call(member, size, frozenset(inherited), frozenset(available), self._clock())
-            promise = await self._found(call)
-            self._state, ids = self.rules.pick(self._state, promise, call)
+            reservation = await self._found(call)
+            self._state, ids = self.rules.pick(self._state, reservation, call)
             self._preferred = Preferred(
-                member, frozenset(ids), promise.holder, promise.pod.uid, self._clock()
+                member, frozenset(ids), reservation.holder, reservation.pod.uid, self._clock()
             )
             return ids
 
@@ -144,10 +144,10 @@ class Pairing:
             gpus, asked = self.rules.checked(self._state, member, ids), frozenset(ids)
             call = Call(member, len(ids), asked, None, self._clock())
             # Without a preference: the IDs are inherited, or the kubelet took its own choice.
-            promise = self._promise_of(preferred, call) or await self._found(call)
+            reservation = self._reservation_of(preferred, call) or await self._found(call)
             # What was granted counts from now on: finding out who asks may have taken seconds.
             call = replace(call, now=self._clock())
-            self._state, grant = self.rules.grant(self._state, promise, call, asked, gpus)
+            self._state, grant = self.rules.grant(self._state, reservation, call, asked, gpus)
         if grant.complete:
             until = -math.inf if grant.last else call.now + self.rules.reservation_seconds
             self._continuing = Continuing(grant.pod.uid, grant.pod.key, frozenset(grant.gpus), until)
@@ -165,7 +165,7 @@ class Pairing:
         """
         async with self._turn:
             self._forget_late()  # before: what ends meanwhile counts on
-            # A promise may have ended before a record showed what came of it.
+            # A reservation may have ended before a record showed what came of it.
             record = await self._resolver.record()
             if record is None:
                 text = "nobody can say who holds what now: the kubelet does not answer"
@@ -194,8 +194,8 @@ class Pairing:
         if found := self._resolver.known(pod):
             self._recorder.waiting(found, message, key)
 
-    def _promise_of(self, preferred: Preferred | None, call: Call) -> Reservation | None:
-        """The promise of the container that asked for a preference just now, if it takes what it was given.
+    def _reservation_of(self, preferred: Preferred | None, call: Call) -> Reservation | None:
+        """The reservation of the container that has just asked for a preference, if it takes what was given.
 
         The kubelet makes the two calls in a row, and nothing has come between them.
         """
@@ -203,12 +203,15 @@ class Pairing:
             return None
         if (preferred.member, preferred.ids) != (call.member, call.inherited):
             return None
-        promise = self.ledger.reservation(preferred.holder)
-        same = promise and (promise.pod.uid, promise.ids(call.member)) == (preferred.uid, preferred.ids)
-        return promise if same else None
+        reservation = self.ledger.reservation(preferred.holder)
+        same = reservation and (reservation.pod.uid, reservation.ids(call.member)) == (
+            preferred.uid,
+            preferred.ids,
+        )
+        return reservation if same else None
 
     async def _found(self, call: Call) -> Reservation:
-        """A promise for the container that asks: the open one of that container, or a new one."""
+        """A reservation for the container that asks: the open one of that container, or a new one."""
         refused = self._state.refused
         facts, asker = await self._resolver.resolve(
             call.member,
@@ -219,14 +222,14 @@ class Pairing:
         )
         if facts.record is not None:
             self._take_in(facts.record, facts.pods)
-        promise, hint_ignored = self.rules.promise(self._state, replace(call, now=self._clock()), asker)
+        reservation, hint_ignored = self.rules.reserve(self._state, replace(call, now=self._clock()), asker)
         if hint_ignored:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
-        return promise
+        return reservation
 
     def _take_in(self, record: Record, pods: Mapping[PodKey, Pod] | None = None) -> None:
         self._read = max(self._read, record.began)
-        # When promises expire at the latest that were made before the reading began.
+        # When reservations expire at the latest that were made before the reading began.
         covers = record.began + self.rules.reservation_seconds
         held = self._resolver.held(record)
         self._become(self._state.observed(held, record.pods, covers, pods))
@@ -264,10 +267,10 @@ class Pairing:
 
     def _forget_late(self) -> None:
         now = self._clock()
-        for promise in self.ledger.reservations:
-            if promise.expires <= now and not promise.complete:
+        for reservation in self.ledger.reservations:
+            if reservation.expires <= now and not reservation.complete:
                 self.stats.expired += 1
-                log.info("promise_expired", container=str(promise.holder), gpu=",".join(promise.gpus))
+                log.info("promise_expired", container=str(reservation.holder), gpu=",".join(reservation.gpus))
         self._become(self._state.without(lambda each: each.expires <= now))
         if self._continuing.until <= now:
             self._continue_nowhere()

@@ -27,7 +27,7 @@ QuietSeconds = Annotated[float, Meta(ge=0, le=604800)]
 XidNumber = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
 
 
-class Http(Section, frozen=True):
+class HttpSettings(Section, frozen=True):
     """Where /metrics, /healthz and /readyz are served. Port 0 takes any free port."""
 
     address: str = "0.0.0.0"  # noqa: S104  the kubelet probes the pod's address
@@ -50,7 +50,7 @@ class Kubelet(Section, frozen=True):
     device_plugins: AbsolutePath | None = None
 
 
-class Cluster(Section, frozen=True):
+class ClusterSettings(Section, frozen=True):
     """Access to the Kubernetes API server. Without it the agent serves pods, only with less knowledge."""
 
     # auto: a pod's service account or the kubeconfig where there is one; required: fail without.
@@ -78,7 +78,7 @@ class DriverFiles(Section, frozen=True):
     release_for_upgrades: bool = True
 
 
-class Host(Section, frozen=True):
+class HostSettings(Section, frozen=True):
     """Folders of the node that the agent owns or reads."""
 
     sysfs: AbsolutePath = "/sys"
@@ -117,7 +117,7 @@ class Sampling(Section, frozen=True):
     pcie_throughput: bool = False  # reading it blocks for 40 ms per GPU
 
 
-class Metrics(Section, frozen=True):
+class MetricsSettings(Section, frozen=True):
     """Metrics beyond the agent's own names."""
 
     # gpu-manager's four container_* metrics, also served at its path /metric.
@@ -148,7 +148,7 @@ class QuietTimes(Section, frozen=True):
     probe: QuietSeconds = 30.0  # NVML did not answer, or with an error
 
 
-class Health(Section, frozen=True):
+class HealthSettings(Section, frozen=True):
     """How GPUs are judged. `xids` is keyed by Xid number."""
 
     probe_seconds: Annotated[float, Meta(ge=0.2, le=4)] = 2.0  # a lost GPU is to be found within 5 s
@@ -260,17 +260,17 @@ class Settings(Section, frozen=True):
     mps: Mps = Mps()
     node_labels: bool = True  # describe driver and GPUs in labels of the node
     logging: Logging = Logging()
-    http: Http = Http()
+    http: HttpSettings = HttpSettings()
     https: Https = Https()
     kubelet: Kubelet = Kubelet()
-    cluster: Cluster = Cluster()
+    cluster: ClusterSettings = ClusterSettings()
     driver: DriverFiles = DriverFiles()
-    host: Host = Host()
+    host: HostSettings = HostSettings()
     injection: Injection = Injection()
     simulator: Simulator = Simulator()
     sampling: Sampling = Sampling()
-    metrics: Metrics = Metrics()
-    health: Health = Health()
+    metrics: MetricsSettings = MetricsSettings()
+    health: HealthSettings = HealthSettings()
 
     @property
     def device_plugins_folder(self) -> Path:

@@ -40,7 +40,7 @@ def read_sample(mapping: Mapping, slot: int, sized: bool, request: SampleRequest
         )
         fields = offered("nvmlDeviceGetFieldValues", slot)
     processes = _processes(mapping, slot, offered)
-    busy, newest = _busy(mapping, slot, request, offered)
+    busy, newest, stamps = _busy(mapping, slot, request, offered)
     return Sample(
         gpu_utilization_ratio=gpu.gpu_utilization / 100 if rates else None,
         memory_utilization_ratio=gpu.memory_utilization / 100 if rates else None,
@@ -59,6 +59,7 @@ def read_sample(mapping: Mapping, slot: int, sized: bool, request: SampleRequest
         processes=processes,
         busy=busy,
         newest_us=newest,
+        busy_us=stamps,
     )
 
 
@@ -99,21 +100,22 @@ def _processes(mapping: Mapping, slot: int, offered: Offered) -> tuple[GpuProces
 
 def _busy(
     mapping: Mapping, slot: int, request: SampleRequest, offered: Offered
-) -> tuple[tuple[tuple[int, float], ...] | None, int]:
+) -> tuple[tuple[tuple[int, float], ...] | None, int, tuple[tuple[int, ...], ...]]:
     try:
         if not offered("nvmlDeviceGetProcessUtilization", slot, has=not mapping.gpu(slot).mig_mode):
-            return None, 0
+            return None, 0, ()
     except NvmlError as error:
         if error.code != NvmlCode.NOT_FOUND:
             raise
-        return (), 0
+        return (), 0, ()
     worked = [
         each
         for each in _on(mapping, slot)
         if request.since_us < each.sampled_us <= request.until_us and _used_anything(each)
     ]
     newest = max((each.sampled_us for each in worked), default=0)
-    return tuple((each.pid, min(each.sm_utilization, 100) / 100) for each in worked), newest
+    means = tuple((each.pid, min(each.sm_utilization, 100) / 100) for each in worked)
+    return means, newest, tuple((each.sampled_us,) for each in worked)
 
 
 def _used_anything(process: ProcessState) -> bool:

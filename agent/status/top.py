@@ -7,7 +7,7 @@ from agent.kit.cell import Cell
 from agent.model.modes import Mode
 from agent.modes.switch_state import SwitchState
 from agent.modes.wing import Document, Place, Wing
-from agent.telemetry.attribution import Grade
+from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import ContainerUse
 from agent.telemetry.gpus import THROTTLE_REASONS
 from agent.telemetry.reading import Reading, Sources
@@ -72,7 +72,7 @@ def _figures(taken: TakenSample | None) -> Document:
 def _container(each: ContainerUse, allotted: Mapping[Place, float]) -> Document:
     use, share = each.use, each.use.share
     place = (share.namespace, share.pod, share.container, share.gpu)
-    memory_known = use.memory_grade is not Grade.ALLOCATED
+    memory_known = use.memory_grade is not Attribution.ALLOCATED
     return {
         "namespace": share.namespace,
         "pod": share.pod,
@@ -82,7 +82,7 @@ def _container(each: ContainerUse, allotted: Mapping[Place, float]) -> Document:
         "memoryUsedBytes": use.memory if memory_known else None,
         "memoryLimitBytes": share.memory_limit,
         "memoryAttribution": use.memory_grade.value,
-        "utilizationRatio": None if use.utilization_grade is Grade.ALLOCATED else use.utilization,
+        "utilizationRatio": None if use.utilization_grade is Attribution.ALLOCATED else use.utilization,
         "utilizationMaxRatio": each.utilization.most if each.utilization else None,
         "coreLimitRatio": share.core_limit,
         "coreAllottedRatio": allotted.get(place),  # of those that are held to compute

@@ -16,8 +16,8 @@ import anyio
 import structlog
 
 from agent.cluster.api import ApiError
-from agent.cluster.reviews import Verdict
-from agent.web.server import Handler, Reply, Request
+from agent.cluster.reviews import TokenVerdict
+from agent.web.server import Handler, HttpRequest, Reply
 
 log = structlog.get_logger()
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    verdict: Verdict
+    verdict: TokenVerdict
     at: float
 
 
@@ -67,10 +67,10 @@ class _Bucket:
         self._left = max(0.0, self._left - 1)
 
 
-class Admission:
+class ScraperAdmission:
     """Lets callers through to a handler whom the API server admits."""
 
-    def __init__(self, review: Callable[[str], Awaitable[Verdict]], clock: Callable[[], float]) -> None:
+    def __init__(self, review: Callable[[str], Awaitable[TokenVerdict]], clock: Callable[[], float]) -> None:
         """`review` raises ApiError where there is no answer; `clock` is in seconds."""
         self._review = review
         self._clock = clock
@@ -88,7 +88,7 @@ class Admission:
     def guarded(self, handler: Handler) -> Handler:
         """The handler, for those alone who are admitted."""
 
-        async def guarded(request: Request) -> Reply:
+        async def guarded(request: HttpRequest) -> Reply:
             refused = await self._refusal(request.headers.get("Authorization", ""), request.address)
             return refused or await handler(request)
 
@@ -113,7 +113,7 @@ class Admission:
             return Reply(b"the API server does not know this token\n", 401, CHALLENGE)
         return Reply.text(f"{verdict.user} may not get {PATH}: bind it to a ClusterRole with that right", 403)
 
-    async def _verdict(self, key: bytes, token: str, address: str) -> Verdict | None:
+    async def _verdict(self, key: bytes, token: str, address: str) -> TokenVerdict | None:
         """None: too many are asked about. Raises ApiError."""
         if self._fresh(key):
             return self._known(key).verdict
@@ -135,14 +135,14 @@ class Admission:
             bucket.running -= 1
             self._all.running -= 1
 
-    def _held(self, key: bytes, *, waiting: bool = False) -> Verdict | None:
+    def _held(self, key: bytes, *, waiting: bool = False) -> TokenVerdict | None:
         """The last verdict, while the API server does not answer: an answer would come too late."""
         known, now = self._admitted.get(key), self._clock()
         if known is None or now - known.at >= HELD_SECONDS:
             return None
         return known.verdict if waiting or now < self._silent_until else None
 
-    async def _look_again(self, key: bytes, token: str) -> Verdict:
+    async def _look_again(self, key: bytes, token: str) -> TokenVerdict:
         try:
             return self._learn(key, await self._reviewed(token))
         except ApiError:
@@ -151,7 +151,7 @@ class Admission:
                 return held
             raise
 
-    async def _reviewed(self, token: str) -> Verdict:
+    async def _reviewed(self, token: str) -> TokenVerdict:
         try:
             verdict = await self._review(token)
         except ApiError as error:
@@ -164,7 +164,7 @@ class Admission:
         self._problem = None
         return verdict
 
-    def _learn(self, key: bytes, verdict: Verdict) -> Verdict:
+    def _learn(self, key: bytes, verdict: TokenVerdict) -> TokenVerdict:
         self._admitted.pop(key, None)
         self._refused.pop(key, None)
         known, most = (self._admitted, MOST_ADMITTED) if verdict.allowed else (self._refused, MOST_REFUSED)

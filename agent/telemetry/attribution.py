@@ -16,10 +16,10 @@ from types import MappingProxyType
 from agent.model.cgroup import ContainerRef
 from agent.model.pod import Pod
 from agent.nvml.port import Sample
-from agent.telemetry.shares import Share
+from agent.telemetry.shares import ContainerShare
 
 
-class Grade(Enum):
+class Attribution(Enum):
     """How a figure was obtained; the value is a label."""
 
     MEASURED = "measured"
@@ -31,11 +31,11 @@ class Grade(Enum):
 class Use:
     """The use of a GPU by a container now. A figure whose grade is ALLOCATED is not known; it stands as 0."""
 
-    share: Share
+    share: ContainerShare
     memory: int = 0  # bytes
-    memory_grade: Grade = Grade.ALLOCATED
+    memory_grade: Attribution = Attribution.ALLOCATED
     utilization: float = 0.0  # 0..1 of the GPU
-    utilization_grade: Grade = Grade.ALLOCATED
+    utilization_grade: Attribution = Attribution.ALLOCATED
     pids: tuple[int, ...] = ()  # of its processes, where the driver reports each
     working: int = 0  # of its processes, those that the driver saw using the GPU
 
@@ -58,7 +58,7 @@ NO_PODS: Mapping[str, Pod] = MappingProxyType({})
 
 
 def attribute(
-    shares: Sequence[Share],
+    shares: Sequence[ContainerShare],
     sample: Sample | None,
     work: Mapping[int, float] | None,
     owners: Mapping[int, ContainerRef | None],
@@ -94,7 +94,7 @@ class _Split:
 
     def __init__(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[ContainerShare],
         owners: Mapping[int, ContainerRef | None],
         pods: Mapping[str, Pod],
     ) -> None:
@@ -136,13 +136,13 @@ class _Split:
         return candidates[0] if len(candidates) == 1 else None
 
 
-def _memory(split: _Split, sample: Sample) -> tuple[list[tuple[float, Grade]], int, int]:
+def _memory(split: _Split, sample: Sample) -> tuple[list[tuple[float, Attribution]], int, int]:
     shares = split.shares
     limits = [float(share.memory_limit) for share in shares]
     processes = sample.processes
     if processes is None or any(each.memory_bytes is None for each in processes):
         if not sample.memory_total_bytes:
-            return [(0.0, Grade.ALLOCATED)] * len(shares), 0, 0
+            return [(0.0, Attribution.ALLOCATED)] * len(shares), 0, 0
         # A container with a process must have memory; where processes are hidden, all may have.
         return _shared_out([None] * len(shares), float(sample.memory_used_bytes), limits, limits), 0, 0
     own: list[float | None] = [None] * len(shares)
@@ -161,12 +161,12 @@ def _memory(split: _Split, sample: Sample) -> tuple[list[tuple[float, Grade]], i
 
 def _utilization(
     split: _Split, sample: Sample, work: Mapping[int, float] | None
-) -> list[tuple[float, Grade]]:
+) -> list[tuple[float, Attribution]]:
     shares, device = split.shares, sample.gpu_utilization_ratio
     weights = [1.0 if share.core_limit is None else share.core_limit for share in shares]
     if work is None:
         if device is None:
-            return [(0.0, Grade.ALLOCATED)] * len(shares)
+            return [(0.0, Attribution.ALLOCATED)] * len(shares)
         return _shared_out([None] * len(shares), device, weights, weights)
     own: list[float | None] = [None] * len(shares)
     left, servers = 0.0, 0.0
@@ -187,21 +187,23 @@ def _utilization(
             0.0 if value is None and not split.processes[number] else value
             for number, value in enumerate(own)
         ]
-    return _shared_out(own, min(1.0, left), weights, weights)
+    # What some are known to use is nobody else's: together they never have more than the GPU.
+    free = max(0.0, 1.0 - sum(value or 0.0 for value in own))
+    return _shared_out(own, min(free, left), weights, weights)
 
 
 def _shared_out(
     own: Sequence[float | None], left: float, weights: Sequence[float], limits: Sequence[float]
-) -> list[tuple[float, Grade]]:
+) -> list[tuple[float, Attribution]]:
     """Each one's own figure; those without one share the rest by weight, up to their limits."""
     if not left:
-        return [(value or 0.0, Grade.MEASURED) for value in own]
+        return [(value or 0.0, Attribution.MEASURED) for value in own]
     total = sum(weight for weight, value in zip(weights, own, strict=True) if value is None)
     found = []
     for value, weight, limit in zip(own, weights, limits, strict=True):
         if value is not None:
-            found.append((value, Grade.MEASURED))
+            found.append((value, Attribution.MEASURED))
         else:
             part = left * weight / total if total else 0.0
-            found.append((min(part, limit), Grade.ESTIMATED))
+            found.append((min(part, limit), Attribution.ESTIMATED))
     return found

@@ -14,11 +14,12 @@ from agent.kit.cell import Cell
 from agent.model.holding import Record
 from agent.model.modes import Mode
 from agent.model.pod import Pod
-from agent.telemetry.attribution import NO_PODS, Grade, Use, attribute
+from agent.telemetry.attribution import NO_PODS, Attribution, Use, attribute
 from agent.telemetry.sampler import Samples, TakenSample
-from agent.telemetry.shares import Share, by_gpu, shares_of
+from agent.telemetry.shares import ContainerShare, by_gpu, shares_of
 from agent.telemetry.window import Span, Window
 
+Key = tuple[str, str, str, str]  # of a share
 Pods = Callable[[], Mapping[str, Pod]]
 
 
@@ -32,8 +33,10 @@ class ContainerUse:
     use: Use
     memory: Span | None
     utilization: Span | None
-    memory_grade: Grade = Grade.MEASURED
-    utilization_grade: Grade = Grade.MEASURED
+    memory_grade: Attribution = Attribution.MEASURED
+    utilization_grade: Attribution = Attribution.MEASURED
+    # The GPU's time that it used since it was first seen: measured alone, None before the first such reading.
+    gpu_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,12 @@ class ContainerWatch:
         self._owners = owners
         self._pods = pods
         self._window = window_seconds
-        self._windows: dict[tuple[str, str, str, str], tuple[_GradedWindow, _GradedWindow]] = {}
+        self._windows: dict[Key, tuple[_GradedWindow, _GradedWindow]] = {}
+        self._seconds: dict[Key, float] = {}
+        self._counted: dict[str, float] = {}  # UUID -> when the sample was taken whose work was counted last
         # Device IDs are taken apart only when the records changed: there may be thousands.
         self._read: tuple[Record | None, Snapshot | None] = (None, None)
-        self._shares: tuple[Share, ...] = ()
+        self._shares: tuple[ContainerShare, ...] = ()
         self.uses: Cell[Uses] = Cell(Uses())
 
     async def run(self) -> None:
@@ -80,6 +85,7 @@ class ContainerWatch:
             # Nobody is there: not worth waking a thread.
             if self.uses.value.containers or self.uses.value.other:
                 self._windows.clear()
+                self._seconds.clear()
                 self.uses.publish(Uses())
             return
         now, pods = anyio.current_time(), self._pods()
@@ -110,14 +116,22 @@ class ContainerWatch:
             found = attribute(shares.get(uuid, []), sample, work, owners, pods)
             if sample and sample.processes is not None:
                 other[uuid] = (found.foreign_memory, found.unknown_memory)
-            containers += [self.windowed(use, now) for use in found.uses]
+            elapsed = self._elapsed(uuid, taken) if taken else 0.0
+            containers += [self.windowed(use, now, elapsed) for use in found.uses]
         known = {each.use.share.key for each in containers}
         for key in self._windows.keys() - known:
             del self._windows[key]
+            self._seconds.pop(key, None)
+        self._counted = {uuid: taken.at for uuid, taken in samples.taken.items()}
         return Uses(tuple(containers), other)
 
-    def windowed(self, use: Use, now: float) -> ContainerUse:
-        """The use of a round, with the figures of its window."""
+    def _elapsed(self, uuid: str, taken: TakenSample) -> float:
+        """The seconds that a sample's work stands for here: rounds that came while this was busy included."""
+        before = self._counted.get(uuid)
+        return taken.seconds if before is None else max(0.0, taken.at - before)
+
+    def windowed(self, use: Use, now: float, elapsed: float = 0.0) -> ContainerUse:
+        """The use of a round of so many seconds, with the figures of its window."""
         windows = self._windows.get(use.share.key)
         if windows is None:
             windows = (_GradedWindow(self._window), _GradedWindow(self._window))
@@ -125,7 +139,10 @@ class ContainerWatch:
         memory, utilization = windows
         memory.add(use.memory, use.memory_grade, now)
         utilization.add(use.utilization, use.utilization_grade, now)
-        return ContainerUse(use, memory.span, utilization.span, memory.grade, utilization.grade)
+        if use.utilization_grade is Attribution.MEASURED:
+            self._seconds[use.share.key] = self._seconds.get(use.share.key, 0.0) + use.utilization * elapsed
+        seconds = self._seconds.get(use.share.key)
+        return ContainerUse(use, memory.span, utilization.span, memory.grade, utilization.grade, seconds)
 
 
 class _GradedWindow:
@@ -137,14 +154,14 @@ class _GradedWindow:
         self._readings = Window(seconds)
         self._estimates = Window(seconds)
 
-    def add(self, value: float, grade: Grade, now: float) -> None:
+    def add(self, value: float, grade: Attribution, now: float) -> None:
         """One more round. A GPU that could not be read adds nothing: it is not known to have been idle."""
         self._estimates.forget(now)
-        if grade is Grade.ALLOCATED:
+        if grade is Attribution.ALLOCATED:
             self._readings.forget(now)
             return
         self._readings.add(value, now)
-        if grade is Grade.ESTIMATED:
+        if grade is Attribution.ESTIMATED:
             self._estimates.add(value, now)
 
     @property
@@ -152,10 +169,10 @@ class _GradedWindow:
         return None if self._readings.empty else self._readings.span
 
     @property
-    def grade(self) -> Grade:
+    def grade(self) -> Attribution:
         if self._readings.empty:
-            return Grade.ALLOCATED
-        return Grade.MEASURED if self._estimates.empty else Grade.ESTIMATED
+            return Attribution.ALLOCATED
+        return Attribution.MEASURED if self._estimates.empty else Attribution.ESTIMATED
 
 
 def above_limit(uses: Uses, mode: Mode) -> Mapping[str, AbstractSet[str]]:
@@ -166,7 +183,11 @@ def above_limit(uses: Uses, mode: Mode) -> Mapping[str, AbstractSet[str]]:
     found: dict[str, set[str]] = {}
     for each in uses.containers:
         use, share = each.use, each.use.share
-        if share.mode is mode and use.memory_grade is Grade.MEASURED and use.memory > share.memory_limit:
+        if (
+            share.mode is mode
+            and use.memory_grade is Attribution.MEASURED
+            and use.memory > share.memory_limit
+        ):
             found.setdefault(share.gpu, set()).add(f"{share.namespace}/{share.pod}")
     return found
 

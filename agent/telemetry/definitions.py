@@ -135,8 +135,9 @@ GPU_PROBATION_LEFT = _gauge(
 GPU_XIDS = _counter("gpu_xids", (*_GPU, "xid"), "Xids of the GPU, harmless ones included.")
 GPU_LAST_XID_TIME = _gauge(
     "gpu_last_xid_timestamp_seconds",
-    (*_GPU, "xid"),
-    "When the GPU's newest Xid of that number came, in seconds since 1970; missing before the first one.",
+    (*_GPU, "xid", "class"),
+    "When the GPU's newest Xid of that number came, in seconds since 1970; missing before the first one. "
+    "class: application (a program's fault), hardware, informational.",
 )
 GPU_ECC_EVENTS = _counter("gpu_ecc_uncorrected_events", _GPU, "Events of uncorrectable memory errors.")
 GPU_EVENTS_WATCHED = _gauge(
@@ -171,6 +172,12 @@ CONTAINER_UTILIZATION_MEAN = _gauge(
 )
 CONTAINER_UTILIZATION_MOST = _gauge(
     "container_utilization_max_ratio", _GRADED, f"The most of it over sampling.windowSeconds; {_WEAKEST}"
+)
+CONTAINER_GPU_SECONDS = _counter(
+    "container_gpu_seconds",
+    _SHARE,
+    "GPU time that the container used, in seconds of a whole GPU; only what was measured counts, and it is "
+    "missing where use is estimated. For bills: `increase()` misses nothing between two scrapes.",
 )
 CONTAINER_CORE_LIMIT = _gauge(
     "container_core_limit_ratio",
@@ -315,6 +322,18 @@ CONTAINER_NEWER = _counter(
     _COMPUTE,
     "Entry points of the driver that a vGPU container asked for and that are newer than the enforcement "
     "library, which counts nothing of them and refuses them where strict; by its own word.",
+)
+CONTAINER_UNMEASURED = _counter(
+    "container_unmeasured_processes",
+    _COMPUTE,
+    "Processes of a vGPU container that could not measure their launches, so that those of unknown cost are "
+    "not held to its share of compute; by its own word.",
+)
+CONTAINER_DIFFERENCE = _gauge(
+    "container_memory_charge_error_bytes",
+    _COMPUTE,
+    "What a vGPU container is charged beyond what the driver measures, below zero where it is too little; 0 "
+    "unless they have differed by 10 % and 64 MiB for a minute.",
 )
 CONTAINER_THROTTLED = _counter(
     "container_throttled_seconds",

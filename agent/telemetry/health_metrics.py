@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from agent.inventory.actor import Inventory
 from agent.kit.timestamps import boot_seconds
 from agent.model.health import HealthState
+from agent.model.xids import UNKNOWN, XIDS, XidClass
 from agent.nvml.event_watch import EventWatch
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Series
@@ -26,7 +27,14 @@ def health_collector(inventory: Inventory, events: EventWatch) -> Iterator[Serie
             if gpu == uuid:
                 yield d.GPU_XIDS, count, (*labels, str(xid))
                 if (uuid, xid) in counters.xid_times:
-                    yield d.GPU_LAST_XID_TIME, counters.xid_times[uuid, xid], (*labels, str(xid))
+                    told = (*labels, str(xid), _xid_class(xid))
+                    yield d.GPU_LAST_XID_TIME, counters.xid_times[uuid, xid], told
     yield d.EVENT_WAIT_FAILURES, events.failures, ()
     # As long as NVML cannot be closed, it is not released.
     yield d.NVML_RELEASED, snapshot.released_until is not None and snapshot.let_go == "", ()
+
+
+def _xid_class(xid: int) -> str:
+    """Who has to act: the program's owner, the machine's, or nobody."""
+    kind = XIDS.get(xid, UNKNOWN).kind
+    return kind.value if kind in (XidClass.APPLICATION, XidClass.INFORMATIONAL) else "hardware"

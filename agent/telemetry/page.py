@@ -5,8 +5,9 @@ from collections.abc import Callable
 import anyio
 import anyio.to_thread
 
-from agent.telemetry.reading import Reading, Sources
-from agent.web.server import Handler, HttpServer, Reply, Request
+from agent.telemetry.reading import Sources
+from agent.telemetry.rendering import render
+from agent.web.server import Handler, HttpRequest, HttpServer, Reply
 
 METRICS_PATH = "/metrics"
 
@@ -35,7 +36,7 @@ class MetricsPage:
     def refer(self, server: HttpServer, port: int) -> None:
         """Say on another server where the page is."""
 
-        async def elsewhere(_: Request) -> Reply:
+        async def elsewhere(_: HttpRequest) -> Reply:
             served = f"metrics are served over HTTPS on port {port}, to accounts that may get them"
             return Reply.text(served, 403)
 
@@ -47,18 +48,9 @@ class MetricsPage:
         # gpu-manager serves them at the second.
         return (METRICS_PATH,) if self._compatible_node is None else (METRICS_PATH, "/metric")
 
-    async def reply(self, request: Request) -> Reply:
+    async def reply(self, request: HttpRequest) -> Reply:
         reading = self._sources.read()
         accept, encodings = request.headers.get("Accept", ""), request.headers.get("Accept-Encoding", "")
         node = self._compatible_node
         arguments = (reading, accept, encodings, node, self._simulated)
-        return await anyio.to_thread.run_sync(_rendered, *arguments, limiter=self._turn)
-
-
-def _rendered(
-    reading: Reading, accept: str, encodings: str, compatible_node: str | None, simulated: bool
-) -> Reply:
-    # With the first scrape, in its thread: the agent's start need not wait for prometheus_client.
-    from agent.telemetry.rendering import render  # noqa: PLC0415
-
-    return render(reading, accept, encodings, compatible_node, simulated)
+        return await anyio.to_thread.run_sync(render, *arguments, limiter=self._turn)

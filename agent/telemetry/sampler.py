@@ -14,14 +14,12 @@ from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlHung
 from agent.nvml.port import NvmlPort, Sample, SampleRequest
 from agent.nvml.sweep import HANGS, Sweep
 from agent.nvml.worker_thread import WorkerThread
+from agent.telemetry.process_work import NO_WORK, GpuWork
 from agent.telemetry.window import Span, Window
 
 log = structlog.get_logger()
 
 NO_SPANS: Mapping[str, Span] = MappingProxyType({})
-NO_WORK: Mapping[int, float] = MappingProxyType({})
-# The driver samples processes about once a second, so that a round may find nothing new of a busy one.
-HELD_SECONDS = 2.0
 # How far ahead of the clock the driver's time stamps may be before the clock must have been set back.
 CLOCK_SLACK_US = 1_000_000
 # Limits and counters are read less often than once a second: nobody scrapes faster.
@@ -38,6 +36,7 @@ class TakenSample:
     spans: Mapping[str, Span] = field(default_factory=lambda: NO_SPANS)
     # 0..1 of the GPU by PID; None: the GPU has no such figures. Processes that are idle are left out.
     work: Mapping[int, float] | None = field(default_factory=lambda: NO_WORK)
+    seconds: float = 0.0  # since the reading before, for which `work` stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Sampler:
         self._since: dict[str, int] = {}  # UUID -> microseconds since 1970
         self._counted: dict[str, tuple[float, Sample]] = {}  # UUID -> when to count again, the last counts
         self._windows: dict[tuple[str, str], Window] = {}
-        self._work: dict[str, dict[int, tuple[float, float]]] = {}  # UUID -> PID -> use, when it was read
+        self._work: dict[str, GpuWork] = {}
         self.samples: Cell[Samples] = Cell(Samples())
 
     @property
@@ -107,7 +106,7 @@ class Sampler:
             found = dict.fromkeys(asked, error)
         else:
             found |= {uuid: NvmlHung(NvmlCode.TIMEOUT, "sample", HANGS) for uuid in hung}
-        taken = {uuid: sample for uuid in asked if (sample := self._taken(uuid, found[uuid]))}
+        taken = {uuid: sample for uuid in asked if (sample := self.taken(uuid, found[uuid]))}
         self.samples.publish(Samples(MappingProxyType(taken), MappingProxyType(dict(self._failures))))
 
     def sample(self, uuid: str) -> Sample:
@@ -134,7 +133,8 @@ class Sampler:
             nvlink=last.nvlink,
         )
 
-    def _taken(self, uuid: str, found: Sample | NvmlError) -> TakenSample | None:
+    def taken(self, uuid: str, found: Sample | NvmlError) -> TakenSample | None:
+        """Take a reading into the windows. An error counts as a failure, and gives None."""
         if isinstance(found, NvmlError):
             self._counted.pop(uuid, None)
             self._failures[uuid] = self._failures.get(uuid, 0) + 1
@@ -142,7 +142,7 @@ class Sampler:
             return None
         self._log_problem(uuid, None)
         now = anyio.current_time()
-        return TakenSample(found, now, self._spans(uuid, found, now), self._held(uuid, found, now))
+        return TakenSample(found, now, self._spans(uuid, found, now), *self._held(uuid, found, now))
 
     def _spans(self, uuid: str, sample: Sample, now: float) -> Mapping[str, Span]:
         figures = {
@@ -161,23 +161,13 @@ class Sampler:
                 spans[name] = window.span
         return spans
 
-    def _held(self, uuid: str, sample: Sample, now: float) -> Mapping[int, float] | None:
-        """Work of processes, each kept for a moment and no longer than the process."""
+    def _held(self, uuid: str, sample: Sample, now: float) -> tuple[Mapping[int, float] | None, float]:
+        """Work of processes, and the seconds that it stands for."""
         if sample.busy is None:
-            return None
+            return None, self._interval
         if sample.newest_us:
             self._since[uuid] = sample.newest_us
-        known = self._work.get(uuid)
-        if not sample.busy and not known:
-            return NO_WORK
-        oldest = now - max(HELD_SECONDS, 2 * self._interval)
-        held = {pid: entry for pid, entry in (known or {}).items() if entry[1] >= oldest}
-        held |= {pid: (ratio, now) for pid, ratio in sample.busy}
-        if sample.processes is not None and known:
-            alive = {each.pid for each in sample.processes} | {pid for pid, _ in sample.busy}
-            held = {pid: entry for pid, entry in held.items() if pid in alive}
-        self._work[uuid] = held
-        return {pid: ratio for pid, (ratio, _) in held.items()}
+        return self._work.setdefault(uuid, GpuWork()).round(sample, now, self._interval)
 
     def _log_problem(self, uuid: str, problem: str | None) -> None:
         if problem == self._problems.get(uuid):

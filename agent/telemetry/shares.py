@@ -14,7 +14,7 @@ _BLOCK_BYTES = {pair.memory_unit: pair.block_bytes for pair in PAIRS.values()}
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ContainerShare:
     namespace: str
     pod: str
     container: str
@@ -43,7 +43,7 @@ class _Units:
     memory: int = 0
 
 
-def shares_of(pods: Record, gpus: Mapping[str, Gpu]) -> tuple[Share, ...]:
+def shares_of(pods: Record, gpus: Mapping[str, Gpu]) -> tuple[ContainerShare, ...]:
     """Every share of the GPUs that are known, by UUID. Resources of other plugins are passed over."""
     found: dict[tuple[str, str, str, str], _Units] = {}
     for holding in pods.holdings:
@@ -67,19 +67,19 @@ def shares_of(pods: Record, gpus: Mapping[str, Gpu]) -> tuple[Share, ...]:
     return tuple(_share(key, units, gpus[key[3]]) for key, units in found.items() if key[3] in gpus)
 
 
-def _share(key: tuple[str, str, str, str], units: _Units, gpu: Gpu) -> Share:
+def _share(key: tuple[str, str, str, str], units: _Units, gpu: Gpu) -> ContainerShare:
     pair = units.mode.row.pair
     # 100 cores may stand for the GPU with all its memory, whatever was asked of that.
     whole = units.whole or (pair is not None and pair.whole_gpus and units.cores == CORES)
     namespace, pod, container, uuid = key
     cores = 1.0 if whole else units.cores / CORES if units.cores else None
     memory = gpu.memory_bytes if whole else units.memory
-    return Share(namespace, pod, container, uuid, gpu.index, units.mode, cores, memory)
+    return ContainerShare(namespace, pod, container, uuid, gpu.index, units.mode, cores, memory)
 
 
-def by_gpu(shares: Iterable[Share]) -> dict[str, list[Share]]:
+def by_gpu(shares: Iterable[ContainerShare]) -> dict[str, list[ContainerShare]]:
     """The shares of each GPU, by UUID."""
-    found: dict[str, list[Share]] = {}
+    found: dict[str, list[ContainerShare]] = {}
     for share in shares:
         found.setdefault(share.gpu, []).append(share)
     return found

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import anyio
@@ -21,9 +22,8 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
-from agent.telemetry.attribution import Grade
+from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import Uses
-from agent.vgpu import layout
 from agent.vgpu.allotment import Claim, allot, claim, elastic
 from agent.vgpu.correction import corrected, rivals
 from agent.vgpu.folders import PERCENT, About, Place
@@ -33,6 +33,8 @@ from agent.vgpu.problems import Problems
 from agent.vgpu.room import Isolation
 
 log = structlog.get_logger()
+
+Reader = Callable[[], tuple[int, int, int]]  # of `layout.read_share`
 
 POLL_SECONDS = 0.01
 # A pause ends by itself 30 s after the last beat: see `is_forgotten` in clib/shares.c.
@@ -190,26 +192,28 @@ class Compute:
         except FolderUnusable:
             return 1.0
 
-    def _open(self, opened: ExitStack) -> Mapping[str, int]:
-        files = {}
+    def _open(self, opened: ExitStack) -> Mapping[str, Reader]:
+        files: dict[str, Reader] = {}
+        folders = self._isolation.folders
         self._unreadable.keep(self._followed)
         self._unwritten.keep(self._followed)
         for key in self._followed:
             try:
-                files[key] = self._isolation.folders.open_usage(key)
-                opened.callback(os.close, files[key])
+                file = folders.open_usage(key)
+                opened.callback(os.close, file)
+                files[key] = partial(folders.layout_of(key).read_share, file)
             except FolderUnusable as error:
                 self._unreadable.met(key, error)
             else:
                 self._unreadable.over(key)
         return files
 
-    def _look(self, files: Mapping[str, int]) -> None:
+    def _look(self, files: Mapping[str, Reader]) -> None:
         now = self._clock()
-        for key, file in files.items():
+        for key, read in files.items():
             each = self._followed[key]
             try:
-                seen = layout.read_share(file)
+                seen = read()
             except OSError:
                 continue
             before = each.seen
@@ -304,5 +308,5 @@ def work_of(uses: Uses) -> Mapping[Place, MeasuredWork]:
         )
         for each in uses.containers
         for share in (each.use.share,)
-        if share.mode is Mode.VGPU and each.use.utilization_grade is Grade.MEASURED
+        if share.mode is Mode.VGPU and each.use.utilization_grade is Attribution.MEASURED
     }

@@ -17,7 +17,7 @@ from agent.kit.cell import Cell
 from agent.kit.follow import repeat
 from agent.model.demand import VGPU
 from agent.nvml.port import FIRST_WITH_MEMORY_LIMITS
-from agent.settings import Host
+from agent.settings import HostSettings
 from agent.vgpu import memory_limits
 from agent.vgpu.driver import is_unified
 
@@ -27,7 +27,7 @@ RETRY_SECONDS = 10.0
 
 
 class DriverFence:
-    def __init__(self, host: Host, inventory: Cell[Snapshot], injector: Injector) -> None:
+    def __init__(self, host: HostSettings, inventory: Cell[Snapshot], injector: Injector) -> None:
         self._snapshot = inventory
         self._injector = injector
         self._cgroups = Path(host.cgroups)

@@ -7,6 +7,7 @@ import structlog
 from agent.model.metadata import Metadata
 from agent.model.pod import Pod
 from agent.pairing.pod_access import Recorder
+from agent.vgpu.differing import Difference
 from agent.vgpu.folders import About, Place
 from agent.vgpu.limits import ContainerLimits
 from agent.vgpu.room import Isolation
@@ -60,6 +61,38 @@ class LimitEvents:
         )
         log.warning("limits_bypassed", pod=about.pod_key, container=about.container, entry_point=name)
         self._owners.event(about.owner, "LimitsBypassed", text)
+
+    def differs(self, about: About, difference: Difference) -> None:
+        """Charged and measured memory of a container have differed for a minute."""
+        charged, measured = difference.charged_bytes // MIB, difference.measured_bytes // MIB
+        if difference.forgiven_bytes:
+            result = "what is charged too much does not count against its cap until both agree"
+        elif difference.excess_bytes > 0:
+            result = "it may be refused memory that it has room for"
+        else:
+            result = "what the enforcement library does not count is taken from its cap as measured"
+        text = (
+            f"container {about.container} is charged {charged} MiB of GPU {about.gpu}, and measured with "
+            f"{measured} MiB, for a minute: {result}"
+        )
+        log.warning(
+            "limits_differ",
+            pod=about.pod_key,
+            container=about.container,
+            charged_bytes=difference.charged_bytes,
+            measured_bytes=difference.measured_bytes,
+            forgiven_bytes=difference.forgiven_bytes,
+        )
+        self._owners.event(about.owner, "LimitsDiffer", text)
+
+    def unmeasured(self, about: About) -> None:
+        """A process of a container cannot measure its launches."""
+        text = (
+            f"a process of container {about.container} cannot measure its launches on GPU {about.gpu}, since "
+            "the driver refuses it events: launches of unknown cost are not held to its share of compute"
+        )
+        log.warning("share_unmeasured", pod=about.pod_key, container=about.container)
+        self._owners.event(about.owner, "ShareUnmeasured", text)
 
     def resized(self, about: About, memory_bytes: int) -> None:
         """A container has another cap than `about` says."""

@@ -1,5 +1,9 @@
 """The folder of each container's limits: `<run>/limits/<key>/{about.json,limits,usage}`.
 
+So it is for files of layout 1. Those of a later one lie below `<run>/limits.v<layout>`: what a path says of
+the layout holds for ever, and an agent before it, 0.2.0 included, does not touch them. A container keeps the
+layout that its library was built for.
+
 The key is made of the units that the container holds, which are its alone while it lives, and which the
 kubelet's record shows again after a restart of the agent. Of a folder containers see two files only, each
 mounted by itself: `limits` read-only, `usage` as their own. Nothing that they can write is trusted: no path
@@ -12,10 +16,11 @@ import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,7 +32,7 @@ from agent.model.metadata import Metadata
 from agent.model.pod import Pod
 from agent.vgpu import layout
 from agent.vgpu.held import REFUSALS, HeldFiles, opened
-from agent.vgpu.isolation_errors import AccessRefused, BadLayout, FolderUnusable
+from agent.vgpu.isolation_errors import AccessRefused, BadLayout, FolderUnusable, OtherLayout
 from agent.vgpu.layout import CountedUsage, DeviceLimits
 from agent.vgpu.loaded import Entries
 
@@ -37,6 +42,8 @@ LONGEST_ABOUT = 256 << 10  # thousands of IDs
 # Containers have `limits` by a read-only mount. Its owner may write: an agent without capabilities may not
 # otherwise.
 MODES = {LIMITS: 0o644, USAGE: 0o666}
+# The two newest, each as a module with the functions of `agent.vgpu.layout`; there is only one so far.
+LAYOUTS: Mapping[int, ModuleType] = MappingProxyType({layout.LAYOUT: layout})
 PERCENT = 100  # of the units that shares are written in
 
 
@@ -68,6 +75,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     compute: bool = False  # whether it is held to a share of compute
     cores_cap: int | None = None  # percent that it was resized to; None: what it asked for
     grown_cores: tuple[str, ...] = ()  # units beside those of the kubelet, as `grown`
+    layout: int = 1  # of its files, which 0.2.0 does not say
 
     @property
     def owner(self) -> Pod:
@@ -96,30 +104,95 @@ def key_of(ids: Collection[str]) -> str:
     return f"{units[0].partition(SEPARATOR)[0]}-{digest}"
 
 
+def roots(run: Path) -> dict[int, Path]:
+    """The folders of limits that there are, and that of layout 1, by layout; the newest first."""
+    found = {1: run / FOLDER}
+    for each in run.glob(f"{FOLDER}.v*"):
+        if (number := each.name.removeprefix(f"{FOLDER}.v")).isdecimal():
+            found[int(number)] = each
+    return dict(sorted(found.items(), reverse=True))
+
+
 class LimitFolders:
-    def __init__(self, run: Path) -> None:
-        self.root = run / FOLDER
+    def __init__(self, run: Path, layouts: Mapping[int, ModuleType] = LAYOUTS) -> None:
+        """`layouts`: those that are served; new containers get the newest."""
+        self._layouts = layouts
+        self.newest = max(layouts)
+        self._run = run
+        self._roots = self._served()
+        self._number: dict[str, int] = {}  # of the layout of a folder's files
         self.held = HeldFiles()
         self._changing = threading.Lock()  # one change of limits at a time: each reads what it changes
 
+    def _served(self) -> dict[int, Path]:
+        numbers = sorted(self._layouts, reverse=True)
+        return {n: self._run / (FOLDER if n == 1 else f"{FOLDER}.v{n}") for n in numbers}
+
+    @property
+    def root(self) -> Path:
+        """The folder of those of new containers."""
+        return self._roots[self.newest]
+
     def prepare(self) -> None:
-        """Make the root, and remove what an agent that was killed had begun. Raises FolderUnusable."""
-        with _problem_of(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-            self.root.chmod(0o700)
-            with trees.opened(self.root) as root:
+        """Make the roots, and remove what an agent that was killed had begun. Raises FolderUnusable."""
+        for number in self._layouts:
+            with _problem_of(self._roots[number]):
+                self._roots[number].mkdir(parents=True, exist_ok=True)
+                self._roots[number].chmod(0o700)
+        found = {**self._served(), **roots(self._run)}
+        self._roots = dict(sorted(found.items(), reverse=True))
+        self._number = {}
+        for number, path in self._existing():
+            with _problem_of(path), trees.opened(path) as root:
                 for name in trees.names(root):
                     if name.startswith("."):
                         trees.remove(root, name)
+                    elif name in self._number:
+                        self._choose(name, self._number[name], number)
+                    else:
+                        self._number[name] = number
+
+    def _existing(self) -> list[tuple[int, Path]]:
+        return [(number, path) for number, path in self._roots.items() if path.is_dir()]
+
+    def _choose(self, key: str, newer: int, older: int) -> None:
+        """Remove one of two folders of a key: an agent that does not know layout `newer` made the other.
+
+        It made it of the copy of the same container, or for another one, to which the units went.
+        """
+        try:
+            same = self._about(self._roots[newer], key).uid == self._about(self._roots[older], key).uid
+        except FolderUnusable:
+            return
+        with trees.opened(self._roots[older if same else newer]) as root:
+            trees.remove(root, key)
+        self._number[key] = newer if same else older
 
     def keys(self) -> list[str]:
-        """Folders that are there. Raises FolderUnusable."""
-        with _problem_of(self.root), trees.opened(self.root) as root:
-            return sorted(name for name in trees.names(root) if not name.startswith("."))
+        """Folders that are there, of all layouts. Raises FolderUnusable."""
+        found: set[str] = set()
+        for _, path in self._existing():
+            with _problem_of(path), trees.opened(path) as root:
+                found |= {name for name in trees.names(root) if not name.startswith(".")}
+        return sorted(found)
+
+    def layout_of(self, key: str) -> ModuleType:
+        """The module that reads and writes the files of a folder. Raises OtherLayout: there is none."""
+        return self._layout(self._number.get(key, self.newest))
+
+    def _layout(self, number: int) -> ModuleType:
+        try:
+            return self._layouts[number]
+        except KeyError:
+            text = f"files of layout {number} are kept as they are; this agent writes {sorted(self._layouts)}"
+            raise OtherLayout(f"{text}: their container keeps its limits until it ends") from None
+
+    def _root_of(self, key: str) -> Path:
+        return self._roots[self._number.get(key, self.newest)]
 
     def path(self, key: str, name: str) -> Path:
         """A file of a folder, by the path that it has here and on the host."""
-        return self.root / key / name
+        return self._root_of(key) / key / name
 
     def create(self, about: About, context_bytes: int = 0) -> str:
         """Make a container's folder whole, or not at all; the key. Raises FolderUnusable.
@@ -127,8 +200,9 @@ class LimitFolders:
         One that another pod left behind gives way: a container that had it mounted keeps the old files.
         """
         key, scratch = key_of(about.ids), f".{secrets.token_hex(8)}"
-        limits = _limits(about, context_bytes)
-        with _problem_of(self.root / key), trees.opened(self.root) as root:
+        files, home = self._layout(about.layout), self._roots[about.layout]
+        limits = _limits(files, about, context_bytes)
+        with _problem_of(home / key), trees.opened(home) as root:
             os.mkdir(scratch, 0o700, dir_fd=root)
             try:
                 folder = os.open(scratch, trees.FOLDER, dir_fd=root)
@@ -136,12 +210,13 @@ class LimitFolders:
                     _write(folder, ABOUT, msgspec.json.encode(about), 0o600)
                     _write(folder, LIMITS, limits, MODES[LIMITS])
                     # Sparse: its pages are the container's memory, not the agent's.
-                    _write(folder, USAGE, layout.usage_head(1), MODES[USAGE], layout.USAGE_BYTES)
-                    inner = self.root / scratch
+                    _write(folder, USAGE, files.usage_head(1), MODES[USAGE], files.USAGE_BYTES)
+                    inner = home / scratch
                     if problem := label_for_pods(inner, inner / LIMITS, inner / USAGE):
                         raise FolderUnusable(problem)
-                    trees.remove(root, key)
+                    self._drop(key)
                     os.rename(scratch, key, src_dir_fd=root, dst_dir_fd=root)
+                    self._number[key] = about.layout
                     # Once its folder is gone nobody keeps files of the one before.
                     self.held.drop(key)
                     self._hold(folder, key)
@@ -160,32 +235,44 @@ class LimitFolders:
 
     def about(self, key: str) -> About:
         """The container of a folder. Raises FolderUnusable."""
-        with self._file(key, ABOUT) as file:
-            content = os.pread(file, LONGEST_ABOUT, 0)
+        return self._about(self._root_of(key), key)
+
+    def _about(self, root: Path, key: str) -> About:
+        path = root / key / ABOUT
+        with _problem_of(path), trees.opened(root / key) as folder:
+            file = opened(folder, ABOUT, os.O_RDONLY)  # no container has it
+            try:
+                content = os.pread(file, LONGEST_ABOUT, 0)
+            finally:
+                os.close(file)
         try:
             found = msgspec.json.decode(content, type=About)
         except msgspec.MsgspecError as error:
-            raise FolderUnusable(f"{self.path(key, ABOUT)} cannot be understood: {error}") from error
+            raise FolderUnusable(f"{path} cannot be understood: {error}") from error
         if not found.ids or key_of(found.ids) != key:
-            raise FolderUnusable(f"{self.path(key, ABOUT)} is of other units than its folder")
+            raise FolderUnusable(f"{path} is of other units than its folder")
         return found
 
     def limits(self, key: str) -> DeviceLimits:
         """The limits in force. Raises FolderUnusable."""
+        files = self.layout_of(key)
         with self._file(key, LIMITS) as file:
-            return layout.read_limits(os.pread(file, layout.LIMITS_BYTES, 0))[0]
+            found: DeviceLimits = files.read_limits(os.pread(file, files.LIMITS_BYTES, 0))[0]
+        return found
 
     def change(self, key: str, **values: Any) -> None:  # noqa: ANN401  fields of DeviceLimits
         """Change limits, in the very file that the container has mounted. Raises FolderUnusable."""
+        files = self.layout_of(key)
         with self._changing, self._file(key, LIMITS) as file:
-            now = layout.read_limits(os.pread(file, layout.LIMITS_BYTES, 0))[0]
-            layout.write_limits(file, 0, replace(now, **values))
+            now = files.read_limits(os.pread(file, files.LIMITS_BYTES, 0))[0]
+            files.write_limits(file, 0, replace(now, **values))
 
     def resize(self, key: str, about: About) -> None:
         """Give a container another cap. Raises FolderUnusable.
 
         What the folder says of units comes first: an agent that is killed in between finds them there.
         """
+        self.layout_of(key)
         with self._folder(key) as folder, trees.replacing(folder, ABOUT) as scratch:
             _write(folder, scratch, msgspec.json.encode(about), 0o600)
         self.change(key, memory_bytes=about.memory_bytes)
@@ -193,30 +280,33 @@ class LimitFolders:
     def beat(self, key: str) -> None:
         """See `layout.beat`. Raises FolderUnusable."""
         with self._file(key, LIMITS) as file:
-            layout.beat(file)
+            self.layout_of(key).beat(file)
 
     def bound(self, key: str) -> bool:
         """Cut a usage region back; whether its container had made it longer. Raises FolderUnusable."""
+        size: int = self.layout_of(key).USAGE_BYTES
         with self._file(key, USAGE) as file:
-            longer = os.fstat(file).st_size > layout.USAGE_BYTES
+            longer = os.fstat(file).st_size > size
             if longer:
-                os.ftruncate(file, layout.USAGE_BYTES)
+                os.ftruncate(file, size)
         return longer
 
     def mend(self, key: str, about: About) -> None:
         """Write a limit file again that cannot be read, in its place. Raises FolderUnusable."""
+        files = self.layout_of(key)
         with self._file(key, LIMITS) as file:
-            os.pwrite(file, _limits(about), 0)
-            os.ftruncate(file, layout.LIMITS_BYTES)
+            os.pwrite(file, _limits(files, about), 0)
+            os.ftruncate(file, files.LIMITS_BYTES)
 
     def usage(self, key: str) -> CountedUsage | None:
         """The container's use by the library's word; None: the region cannot be read. A hint.
 
         Raises FolderUnusable.
         """
+        files, found = self.layout_of(key), None
         with self._file(key, USAGE) as file, suppress(BadLayout):
-            return layout.read_usage(os.pread(file, layout.usage_head_bytes(1), 0))[0]
-        return None
+            found = files.read_usage(os.pread(file, files.usage_head_bytes(1), 0))[0]
+        return found
 
     def open_usage(self, key: str) -> int:
         """A descriptor by which a usage region can be read again and again. Raises FolderUnusable."""
@@ -228,24 +318,37 @@ class LimitFolders:
 
         None: it has several, or what is there says nothing. A hint. Raises FolderUnusable.
         """
+        files = self.layout_of(key)
         with self._file(key, USAGE) as file:
-            slots = os.pread(file, layout.READ_SLOTS * layout.SLOT_BYTES, layout.SLOTS_AT)
-        return layout.sole_process(slots, total_bytes)
+            slots = os.pread(file, files.READ_SLOTS * files.SLOT_BYTES, files.SLOTS_AT)
+        sole: tuple[int, int] | None = files.sole_process(slots, total_bytes)
+        return sole
 
     def entries(self, key: str) -> Entries:
         """The processes that say of themselves that they have the library. A hint. Raises FolderUnusable."""
+        files = self.layout_of(key)
         with self._file(key, USAGE) as file:
-            return layout.read_entries(os.pread(file, layout.SLOTS * layout.SLOT_BYTES, layout.SLOTS_AT))
+            found: Entries = files.read_entries(
+                os.pread(file, files.SLOTS * files.SLOT_BYTES, files.SLOTS_AT)
+            )
+        return found
 
     def remove(self, key: str) -> None:
         """Remove a folder; there may be none. Raises FolderUnusable."""
-        with _problem_of(self.root / key), trees.opened(self.root) as root:
-            trees.remove(root, key)
+        with _problem_of(self.path(key, "").parent):
+            self._drop(key)
         self.held.drop(key)
+
+    def _drop(self, key: str) -> None:
+        for _, path in self._existing():
+            with trees.opened(path) as root:
+                trees.remove(root, key)
+        self._number.pop(key, None)
 
     @contextmanager
     def _folder(self, key: str) -> Iterator[int]:
-        with _problem_of(self.root / key), trees.opened(self.root) as root:
+        home = self._root_of(key)
+        with _problem_of(home / key), trees.opened(home) as root:
             folder = os.open(key, trees.FOLDER, dir_fd=root)
             try:
                 yield folder
@@ -279,8 +382,6 @@ class LimitFolders:
             raise failed
 
     def _descriptor(self, folder: int, key: str, name: str) -> int:
-        if name not in MODES:  # no container has it
-            return opened(folder, name, os.O_RDONLY)
         try:
             return self.held.get(key, name, folder, os.O_RDWR, MODES[name])
         except OSError as error:
@@ -289,8 +390,8 @@ class LimitFolders:
             raise AccessRefused(f"{self.path(key, name)} is kept from the agent: {error.strerror}") from error
 
 
-def _limits(about: About, context_bytes: int = 0) -> bytes:
-    limits = DeviceLimits(
+def _limits(files: ModuleType, about: About, context_bytes: int = 0) -> bytes:
+    limits = files.DeviceLimits(
         about.gpu,
         about.memory_bytes,
         about.cores,
@@ -300,7 +401,8 @@ def _limits(about: About, context_bytes: int = 0) -> bytes:
         compute=about.compute,
         share=about.cores_now * PERCENT if about.compute else 0,
     )
-    return layout.limit_file(key_of(about.ids), (limits,))
+    found: bytes = files.limit_file(key_of(about.ids), (limits,))
+    return found
 
 
 @contextmanager

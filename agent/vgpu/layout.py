@@ -37,7 +37,7 @@ BEAT_AT = GATE_AT + 8
 CORRECTION_ONE = 65536
 RIVAL = 256
 HEADER = struct.Struct("<QIIII64sQ412x")
-COPY = struct.Struct("<Q16sQQQQIIIIIIII20x")
+COPY = struct.Struct("<Q16sQQQQIIIIIIIIQ12x")
 CRC = struct.Struct("<I")
 GATE = struct.Struct("<II")
 
@@ -59,7 +59,9 @@ FIGURES = struct.Struct("<QQQQ")
 FIGURES_AT = 128
 SHARE = struct.Struct("<QQQ")
 SHARE_AT = 256
+UNMEASURED_AT = 280
 NEWER_AT = 272
+COUNT = struct.Struct("<Q")
 NEWER = struct.Struct("<Q16x64s")  # how many, and the name of the last one
 ENTRY_POINT = re.compile(r"cu[A-Za-z0-9_]{1,61}")
 
@@ -77,6 +79,7 @@ class DeviceLimits:
     correction: float = 1.0  # learned device times are worth 1 / this much of the share
     context_bytes: int = 0  # charged for each context
     rivals: float | None = None  # other processes at work on the GPU at a time, on average; None: not known
+    forgiven_bytes: int = 0  # charged, and by the driver's measure not there: they do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class CountedUsage:
     next_ns: int = 0  # CLOCK_MONOTONIC: when its share has caught up with what was launched
     waits: int = 0  # launches that waited for the share
     waited_ns: int = 0
+    unmeasured: int = 0  # processes that cannot measure their launches
     newer: int = 0  # entry points that were given out uncounted, since they are newer than the library
     newer_name: str = ""  # the last of them
 
@@ -191,7 +195,9 @@ def read_usage(content: bytes) -> list[CountedUsage]:
     named = text if ENTRY_POINT.fullmatch(text) else ""  # the container can write anything there
     counts = [
         CountedUsage(
-            *FIGURES.unpack_from(content, start + FIGURES_AT), *SHARE.unpack_from(content, start + SHARE_AT)
+            *FIGURES.unpack_from(content, start + FIGURES_AT),
+            *SHARE.unpack_from(content, start + SHARE_AT),
+            *COUNT.unpack_from(content, start + UNMEASURED_AT),
         )
         for start in starts
     ]
@@ -240,6 +246,7 @@ def _copy(generation: int, limits: DeviceLimits) -> bytes:
         0,
         STRICT * limits.strict | COMPUTE * limits.compute,
         0 if limits.rivals is None else round(limits.rivals * RIVAL) + 1,
+        limits.forgiven_bytes,
     )
     return body + CRC.pack(zlib.crc32(body))
 
@@ -268,7 +275,7 @@ def _newest(record: bytes) -> tuple[int, int, DeviceLimits]:
     found = []
     for place in (0, 1):
         body = record[place * COPY_BYTES : (place + 1) * COPY_BYTES]
-        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags, rivals = (
+        generation, gpu, memory, _, context, unseen, share, _, correction, driver, *_, flags, rivals, over = (
             COPY.unpack_from(body)
         )
         if generation and CRC.unpack_from(body, COPY.size)[0] == zlib.crc32(body[: COPY.size]):
@@ -284,6 +291,7 @@ def _newest(record: bytes) -> tuple[int, int, DeviceLimits]:
                 (correction or CORRECTION_ONE) / CORRECTION_ONE,
                 context,
                 (rivals - 1) / RIVAL if rivals else None,
+                over,
             )
             found.append((generation, place, limits))
     if not found:

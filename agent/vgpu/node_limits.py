@@ -30,7 +30,7 @@ from agent.vgpu.contexts import context_bytes
 from agent.vgpu.driver import DriverLimits
 from agent.vgpu.driver_fence import DriverFence
 from agent.vgpu.events import LimitEvents
-from agent.vgpu.folders import About, LimitFolders
+from agent.vgpu.folders import About, LimitFolders, roots
 from agent.vgpu.isolation_errors import IsolationError
 from agent.vgpu.library import IMAGE_FILE
 from agent.vgpu.limits import Enforcement, NamespaceEnforcement
@@ -246,4 +246,4 @@ def _resize_annotations(pods: "PodCache") -> Mapping[str, str]:
 
 
 def _given_before(state: Path, run: Path) -> bool:
-    return any((state / "limits").glob("*.json")) or any((run / "limits").glob("*"))
+    return any((state / "limits").glob("*.json")) or any(any(each.glob("*")) for each in roots(run).values())

@@ -46,6 +46,8 @@ class Publisher:
         self._written: dict[str, str] = {}  # by UID of the pod
         self._refusing: set[str] = set()  # folders whose containers keep the agent from them
         self._bypassed: set[str] = set()  # folders whose containers have what the library cannot count
+        self._differing: dict[str, bool] = {}  # folders with an event, and whether something is forgiven
+        self._unmeasured: dict[str, int] = {}  # processes with an event, by folder
         self._announced: set[str] = set()  # folders with an event already
 
     def take_up(self) -> None:
@@ -74,11 +76,7 @@ class Publisher:
             if key in known:
                 self._events.access_refused(known[key].about, self._isolation.refusing[key])
         self._refusing = set(self._isolation.refusing)
-        self._bypassed &= known.keys()
-        for key, usage in self._isolation.counted.items():
-            if usage.newer and key in known and key not in self._bypassed and not _is_strict(known[key]):
-                self._bypassed.add(key)
-                self._events.bypassed(known[key].about, usage.newer_name)
+        self._tell_of_counts(known)
         abouts = {limits.about.uid: limits.about for limits in known.values()}
         for uid, entries in pods.items():
             text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
@@ -86,6 +84,25 @@ class Publisher:
                 self._written[uid] = text
                 self._events.annotate(abouts[uid], {ANNOTATION: text})
         self._written = {uid: text for uid, text in self._written.items() if uid in abouts}
+
+    def _tell_of_counts(self, known: Mapping[str, ContainerLimits]) -> None:
+        """Events for what the library's counts show; each once."""
+        self._bypassed &= known.keys()
+        for key, usage in self._isolation.counted.items():
+            if usage.newer and key in known and key not in self._bypassed and not _is_strict(known[key]):
+                self._bypassed.add(key)
+                self._events.bypassed(known[key].about, usage.newer_name)
+        for key, usage in self._isolation.counted.items():
+            if usage.unmeasured > self._unmeasured.get(key, 0) and key in known:
+                self._unmeasured[key] = usage.unmeasured
+                self._events.unmeasured(known[key].about)
+        self._unmeasured = {key: count for key, count in self._unmeasured.items() if key in known}
+        lasting = self._watch.differences.lasting
+        for key, difference in lasting.items():
+            forgiven = difference.forgiven_bytes > 0
+            if key in known and self._differing.get(key) is not forgiven:
+                self._events.differs(known[key].about, difference)
+        self._differing = {key: each.forgiven_bytes > 0 for key, each in lasting.items()}
 
     @property
     def sweeps(self) -> bool:
@@ -110,6 +127,9 @@ class Publisher:
                 yield d.CONTAINER_PEAK, usage.peak_bytes, place
                 yield d.CONTAINER_REPAIRED, usage.repaired, place
                 yield d.CONTAINER_NEWER, usage.newer, place
+                yield d.CONTAINER_UNMEASURED, usage.unmeasured, place
+                differs = self._watch.differences.lasting.get(key)
+                yield d.CONTAINER_DIFFERENCE, differs.excess_bytes if differs else 0, place
         for place, share in self.shares().items():
             yield d.CONTAINER_THROTTLED, share.throttled_seconds, place
             yield d.CONTAINER_ALLOTTED, share.allotted / 100, place
@@ -146,10 +166,32 @@ class Publisher:
             "fences": [each.value for each in fences],
             "injected": limits.injected if limits else None,
             "avoidable": list(limits.about.avoidable) if limits else [],
+            "uncounted": self._uncounted(limits, fences) if limits else [],
             "aboveCap": place in self._watch.seen.value.above,
         }
         compute = self._compute(limits) if limits else None
         return {**found, "compute": compute} if compute else found
+
+    def _uncounted(self, limits: ContainerLimits, fences: tuple[Fence, ...]) -> list[str]:
+        """Memory that does not count against the cap of a container, in words."""
+        if Fence.DRIVER in fences:  # it counts all that the library may miss
+            return [] if Fence.LIBRARY in fences else ["managed memory"]
+        if not limits.about.build:
+            return ["all memory: the container has no enforcement library"]
+        found = []
+        if limits.injected is False:
+            found.append("memory of processes without the enforcement library")
+        key = key_of(limits.about.ids)
+        if (usage := self._isolation.counted.get(key)) and usage.newer and not _is_strict(limits):
+            found.append(f"what {usage.newer_name or 'an entry point of the driver'} allocates: too new")
+        if Fence.SWEEP not in fences:
+            found.append("what only a measurement shows, as static variables: nobody measures the container")
+            if not self._isolation.contexts.of(limits.about.gpu, limits.memory_bytes):
+                found.append("contexts: what one takes on this GPU is not known")
+        differs = self._watch.differences.lasting.get(key)
+        if differs and differs.forgiven_bytes:
+            found.append(f"{differs.forgiven_bytes} bytes that are charged and not measured")
+        return found
 
     def _compute(self, limits: ContainerLimits) -> dict[str, Any] | None:
         share = self._shares.value.get(key_of(limits.about.ids)) if self._shares else None

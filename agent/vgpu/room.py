@@ -308,7 +308,12 @@ class Isolation:
     async def _admitted(self, request: About, policy: Enforcement, *, library: bool) -> Allocation:
         if library and self.libraries.build is None:
             raise LibraryUnusable(self.libraries.problem or "")
-        about = msgspec.structs.replace(request, policy=policy.value, compute=self.computes and library)
+        about = msgspec.structs.replace(
+            request,
+            policy=policy.value,
+            compute=self.computes and library,
+            layout=self.folders.newest,
+        )
         key = key_of(about.ids)
         async with self._turn:
             # Before: a call that is cut off leaves a folder that is to go, too.
@@ -399,8 +404,8 @@ class Isolation:
         try:
             try:
                 now = self.folders.limits(key)
-                if now.memory_bytes != about.memory_bytes:
-                    self.folders.change(key, memory_bytes=about.memory_bytes)
+                if now.memory_bytes != about.memory_bytes or now.forgiven_bytes:
+                    self.folders.change(key, memory_bytes=about.memory_bytes, forgiven_bytes=0)
                 place = about.gpu, about.namespace
                 self.contexts.remembered(key, place, now.context_bytes, about.memory_bytes)
             except AccessRefused:

@@ -17,12 +17,14 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
-from agent.telemetry.attribution import Grade
+from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import Uses
+from agent.vgpu.differing import Differences
 from agent.vgpu.ending import NotEnded, end, processes_of
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About, Place
 from agent.vgpu.isolation_errors import FolderUnusable
+from agent.vgpu.layout import CountedUsage
 from agent.vgpu.limits import ContainerLimits, Enforcement
 from agent.vgpu.loaded import Entries, Looks, loads
 from agent.vgpu.problems import Problems
@@ -90,7 +92,9 @@ class LimitWatch:
         self._loaded: dict[str, Looks] = {}  # by folder
         self._unseen: dict[str, deque[int]] = {}
         self._unreadable = Problems()
-        self._written: dict[str, tuple[int, int]] = {}  # bytes unseen and for a context in the limit file
+        self.differences = Differences()
+        # Bytes unseen, for a context, and forgiven, in the limit file.
+        self._written: dict[str, tuple[int, int, int]] = {}
 
     async def look(self, round_: Sequence[Measured]) -> None:
         """Take in one round: all containers that were measured."""
@@ -108,6 +112,7 @@ class LimitWatch:
             del self._loaded[gone]
             self._unseen.pop(gone, None)
             self._written.pop(gone, None)
+            self.differences.drop(gone)
         self._isolation.contexts.keep(self._isolation.containers.value)
         self._unreadable.keep(self._isolation.containers.value)
         if work:
@@ -210,25 +215,34 @@ class LimitWatch:
         try:
             if written is None:
                 now = folders.limits(key)
-                written = self._written[key] = (now.unseen_bytes, now.context_bytes)
-            unseen = written[0]
+                written = self._written[key] = (now.unseen_bytes, now.context_bytes, now.forgiven_bytes)
+            unseen, forgiven = written[0], 0
             # Where nobody is nothing is to be read.
             if (measured.pids or unseen) and (usage := folders.usage(key)):
                 readings = self._unseen.setdefault(key, deque(maxlen=STABLE_READINGS))
                 readings.append(max(0, measured.memory_bytes - usage.total_bytes))
                 if len(readings) == STABLE_READINGS:
                     unseen = min(readings) // STEP * STEP
+                forgiven = self._forgiven(key, limits, measured, usage)
                 alone = loaded and len(measured.pids) == 1
                 sole = folders.sole_process(key, usage.total_bytes) if alone else None
                 contexts.measured(key, (gpu, limits.about.namespace), measured.memory_bytes, sole, cap)
-            fresh = (unseen, contexts.of(gpu, cap))
+            fresh = (unseen, contexts.of(gpu, cap), forgiven)
             if fresh != written:
-                folders.change(key, unseen_bytes=fresh[0], context_bytes=fresh[1])
+                folders.change(key, unseen_bytes=fresh[0], context_bytes=fresh[1], forgiven_bytes=fresh[2])
                 self._written[key] = fresh
         except FolderUnusable as error:
             self._unreadable.met(key, error)
         else:
             self._unreadable.over(key)
+
+    def _forgiven(self, key: str, limits: ContainerLimits, measured: Measured, usage: CountedUsage) -> int:
+        """Neither where the policy is strict nor where what is above its cap is ended."""
+        if not measured.pids:
+            self.differences.drop(key)
+            return 0
+        forgives = limits.about.policy != Enforcement.STRICT.value and not self._ends
+        return self.differences.look(key, usage, measured.memory_bytes, limits.memory_bytes, forgives)
 
 
 def tolerance(cap_bytes: int) -> int:
@@ -247,5 +261,5 @@ def round_of(uses: Uses) -> list[Measured]:
         )
         for each in uses.containers
         for share in (each.use.share,)
-        if share.mode is Mode.VGPU and each.use.memory_grade is Grade.MEASURED
+        if share.mode is Mode.VGPU and each.use.memory_grade is Attribution.MEASURED
     ]

@@ -21,7 +21,7 @@ from agent.settings import Settings
 from agent.telemetry import definitions as d
 from agent.telemetry.reading import Series
 from agent.vgpu import library, memory_limits, plugin
-from agent.vgpu.folders import FOLDER, Place
+from agent.vgpu.folders import FOLDER, Place, roots
 from agent.vgpu.limits import Enforcement
 from agent.vgpu.node_limits import NodeLimits
 
@@ -57,7 +57,7 @@ class VgpuWing(Wing):
         """Limits, their copies, the library, and the CDI devices by which the driver limits memory."""
         host = settings.host
         state = Path(host.state)
-        limits = (state / FOLDER, Path(host.run) / FOLDER)
+        limits = (state / FOLDER, *roots(Path(host.run)).values())
         return (state / library.FOLDER, *limits, Path(host.cdi) / memory_limits.FILE)
 
     @classmethod

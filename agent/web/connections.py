@@ -22,7 +22,7 @@ QUIET_SECONDS = 10.0  # without a connection that had to go: the flood is over
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """Connections, and requests under way at one time: in all, and of one address."""
 
     connections: int = 256
@@ -49,7 +49,7 @@ class Connection:
 class Connections:
     """The connections of one server. `clock` is in seconds."""
 
-    limits: Limits
+    limits: ConnectionLimits
     clock: Callable[[], float]
     dropped: int = 0  # for want of room, since the start
     _of: Counter[str] = field(default_factory=Counter)

@@ -4,10 +4,8 @@ import asyncio
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
-
-import anyio
 
 from agent.kit.supervise import FatalError
 
@@ -68,15 +66,3 @@ def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
         made.close()
         raise
     return made
-
-
-async def first_connection(listening: Sequence[socket.socket]) -> None:
-    """Return when somebody has connected to one of the sockets; nothing is accepted yet."""
-
-    async def watch(one: socket.socket) -> None:
-        await anyio.wait_readable(one)
-        group.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as group:
-        for one in listening:
-            group.start_soon(watch, one)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from agent.kit.supervise import Supervisor, TaskState
 from agent.model.pod_names import without_pods
-from agent.web.server import HttpServer, Reply, Request
+from agent.web.server import HttpRequest, HttpServer, Reply
 
 
 class Probes:
@@ -39,21 +39,21 @@ class Probes:
         server.add_probe("/readyz", self.ready)
         server.add_probe("/readyz/agent", self.agent_ready)
 
-    async def health(self, _: Request) -> Reply:
+    async def health(self, _: HttpRequest) -> Reply:
         """200 while every fatal task runs, else 503. Tasks that are restarted are listed, and do no harm."""
         down = [state for state in self._supervisor.states.values() if not state.running]
         dead = [state for state in down if state.fatal]
         lines = ["unhealthy" if dead else "ok", *(_line(state) for state in down)]
         return Reply.text("\n".join(lines), 503 if dead else 200)
 
-    async def ready(self, _: Request) -> Reply:
+    async def ready(self, _: HttpRequest) -> Reply:
         """200 when nothing stands in the way of serving pods, else 503 with every reason on its own line.
 
         The first line of a 200 is `ready`; remarks follow, one a line.
         """
         return _answer(self._blockers(), self._remarks)
 
-    async def agent_ready(self, _: Request) -> Reply:
+    async def agent_ready(self, _: HttpRequest) -> Reply:
         """The same of the agent alone: other blockers of the node follow `ready`."""
         return _answer(self._shortcomings(), self._blockers)
 

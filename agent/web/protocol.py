@@ -1,24 +1,23 @@
-"""The part of an HTTP server that knows aiohttp; imported with the first connection, for it takes long.
+"""The part of an HTTP server that knows aiohttp.
 
 aiohttp bounds lines, headers and pipelined requests by itself, and ends idle connections. It sets no deadline
 for the head of a request.
 """
 
 import asyncio
-import importlib
 from typing import Any
 
 import structlog
 
-importlib.import_module("agent.kit.lean_aiohttp")
+from agent.kit import lean_aiohttp  # noqa: F401  before the first of aiohttp
+from agent.web.connections import HEAD_SECONDS, Connection, Connections
 
-from aiohttp.http_exceptions import HttpProcessingError  # noqa: E402
-from aiohttp.web_protocol import RequestHandler  # noqa: E402
-from aiohttp.web_request import BaseRequest  # noqa: E402
-from aiohttp.web_response import Response  # noqa: E402
-from aiohttp.web_server import Server  # noqa: E402
-
-from agent.web.connections import HEAD_SECONDS, Connection, Connections  # noqa: E402
+# isort: split
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_request import BaseRequest
+from aiohttp.web_response import Response
+from aiohttp.web_server import Server
 
 # Longer than the usual scrape interval, so that a scraper keeps its connection.
 KEEP_ALIVE_SECONDS = 75.0

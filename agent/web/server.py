@@ -1,9 +1,7 @@
 """The agent's one HTTP server: the room of a route adds it, no other room knows of aiohttp.
 
-It uses aiohttp's low-level server with a table of exact paths: a router, an application and static files
-would cost 1.3 MiB of resident memory for a handful of GET routes. The address is bound at once, so that a
-fault shows at the start, but aiohttp comes in with the first connection: importing it is a quarter of the
-time that the agent needs until its resources are served.
+It uses aiohttp's low-level server with a table of exact paths: routes are added while it serves, which an
+application's router refuses.
 
 Connections are accepted here, not by asyncio: each is counted before its TLS handshake, in which a caller
 could stay for a minute otherwise.
@@ -12,24 +10,20 @@ could stay for a minute otherwise.
 import asyncio
 import contextlib
 import errno
-import importlib
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
-from agent.web.connections import HEAD_SECONDS, Connection, Connections, Limits
-from agent.web.listening import first_connection, listen
-
-if TYPE_CHECKING:
-    from agent.web.protocol import BaseRequest, Response, Server
+from agent.web.connections import HEAD_SECONDS, Connection, ConnectionLimits, Connections
+from agent.web.listening import listen
+from agent.web.protocol import BaseRequest, Protocol, Response, Server
 
 log = structlog.get_logger()
 
@@ -42,7 +36,7 @@ BODIES = 2  # bodies of the greatest size that are held at one time
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     """A request; names of headers are found in any case. `body` is empty but for POST."""
 
     path: str
@@ -64,7 +58,7 @@ class Reply:
         return cls(f"{text}\n".encode(), status)
 
 
-Handler = Callable[[Request], Awaitable[Reply]]
+Handler = Callable[[HttpRequest], Awaitable[Reply]]
 # Why a caller with this certificate (as ssl.SSLSocket.getpeercert gives it) is not served; None: it is.
 Refusal = Callable[[Mapping[str, Any]], str | None]
 
@@ -77,13 +71,13 @@ class HttpServer:
         address: str,
         port: int,
         tls: ssl.SSLContext | None = None,
-        limits: Limits | None = None,
+        limits: ConnectionLimits | None = None,
         refusal: Refusal | None = None,
     ) -> None:
         """`tls`: serve HTTPS with it. `refusal` judges the callers' certificates."""
         self.address = address
         self.port = port
-        self.connections = Connections(limits or Limits(), anyio.current_time)
+        self.connections = Connections(limits or ConnectionLimits(), anyio.current_time)
         self._tls = tls
         self._refusal = refusal
         self._routes: dict[str, Handler] = {}
@@ -119,16 +113,12 @@ class HttpServer:
             self.port = listening[0].getsockname()[1]
             log.info("http_listening", address=self.address, port=self.port)
             task_status.started(self.port)
-            await first_connection(listening)
-            await anyio.to_thread.run_sync(_load)
             await self._serve_on(listening)
         finally:
             for one in listening:
                 one.close()
 
     async def _serve_on(self, listening: Sequence[socket.socket]) -> None:
-        from agent.web.protocol import Server  # noqa: PLC0415  loaded by now
-
         http = Server(self._answer, handler_cancellation=True)
         try:
             async with anyio.create_task_group() as group:
@@ -139,7 +129,7 @@ class HttpServer:
                 http.pre_shutdown()  # idle connections: nobody need wait for them
                 await http.shutdown(STOP_SECONDS)
 
-    async def _accept(self, listening: socket.socket, http: "Server", group: TaskGroup) -> None:
+    async def _accept(self, listening: socket.socket, http: Server, group: TaskGroup) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await anyio.lowlevel.checkpoint()  # a flood must not keep others from running
@@ -157,11 +147,9 @@ class HttpServer:
             group.start_soon(self._connect, accepted, connection, http, handshake)
 
     async def _connect(
-        self, accepted: socket.socket, connection: Connection, http: "Server", handshake: anyio.CancelScope
+        self, accepted: socket.socket, connection: Connection, http: Server, handshake: anyio.CancelScope
     ) -> None:
         """Hand an accepted connection over to its protocol, past the TLS handshake if there is one."""
-        from agent.web.protocol import Protocol  # noqa: PLC0415  loaded by now
-
         made = False
 
         def protocol() -> Protocol:
@@ -188,9 +176,7 @@ class HttpServer:
             if not connected:
                 self.connections.closed(connection)
 
-    async def _answer(self, request: "BaseRequest") -> "Response":
-        from agent.web.protocol import Protocol, Response  # noqa: PLC0415  loaded by now
-
+    async def _answer(self, request: BaseRequest) -> Response:
         protocol = request.protocol
         assert isinstance(protocol, Protocol)
         protocol.begins()
@@ -210,7 +196,7 @@ class HttpServer:
         finally:
             self.connections.answered(protocol.connection)
 
-    def _refused(self, request: "BaseRequest") -> Reply | None:
+    def _refused(self, request: BaseRequest) -> Reply | None:
         if self._refusal is None:
             return None
         transport = request.transport
@@ -218,7 +204,7 @@ class HttpServer:
         why = self._refusal(certificate or {})
         return Reply.text(why, 403) if why else None
 
-    async def _reply(self, request: "BaseRequest") -> Reply:
+    async def _reply(self, request: BaseRequest) -> Reply:
         if refused := self._refused(request):
             return refused
         handler = self._routes.get(request.path)
@@ -238,7 +224,9 @@ class HttpServer:
                 if most is not None and (refused := await self._read(request, body, most)):
                     return refused
                 return await handler(
-                    Request(request.path, request.query, request.headers, bytes(body), request.remote or "")
+                    HttpRequest(
+                        request.path, request.query, request.headers, bytes(body), request.remote or ""
+                    )
                 )
         except TimeoutError:
             log.error("http_handler_late", path=request.path, deadline_seconds=HANDLER_SECONDS)
@@ -249,7 +237,7 @@ class HttpServer:
         finally:
             self._body_bytes -= len(body)
 
-    async def _read(self, request: "BaseRequest", body: bytearray, most: int) -> Reply | None:
+    async def _read(self, request: BaseRequest, body: bytearray, most: int) -> Reply | None:
         """Read a body into `body`; why it is not taken, which is found before it is read where it can be."""
         too_large = Reply.text(f"the request is larger than {most} bytes; nothing was done", 400)
         if (request.content_length or 0) > most:
@@ -262,7 +250,3 @@ class HttpServer:
             if self._body_bytes > BODIES * most:
                 return Reply.text("too many large requests at once; try again", 503)
         return None
-
-
-def _load() -> None:
-    importlib.import_module("agent.web.protocol")

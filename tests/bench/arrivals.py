@@ -11,7 +11,7 @@ from agent.model.demand import CORES, VGPU
 from agent.model.fragmentation import USUAL
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 from agent.model.pod import Container
 from tests.pods import a_pod
 
@@ -60,7 +60,7 @@ def arrivals(hundredths: int, seed: int) -> Iterator[int]:
         yield size
 
 
-def fill(nodes: int, policy: Policy, seed: int, share: float = 1.1, gpus: int = 8) -> Filled:
+def fill(nodes: int, policy: PlacementPolicy, seed: int, share: float = 1.1, gpus: int = 8) -> Filled:
     """Fill a cluster through the ledger that the extender serves from.
 
     Whether a pod is admitted is decided by a count of its own, as each node's kubelet and agent would.

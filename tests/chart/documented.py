@@ -75,7 +75,11 @@ RULES = (
     # tests/cluster/test_kubectl_gpu.py
     _sh(r"kubectl (gpu |create clusterrolebinding team-)", How.ELSEWHERE),
     _sh(r"kubectl -n gpu-node-agent get configmap gpu-node-agent-kubectl", How.ELSEWHERE),
-    _sh(r"sudo install -m 755 ~/kubectl-gpu", How.NOT, "it changes the machine that runs the tests"),
+    _sh(
+        r"sudo install -m 755 ~/kubectl(-|_complete-)gpu",
+        How.NOT,
+        "it changes the machine that runs the tests",
+    ),
     # tests/cluster/test_release.py and test_install.py
     _sh(
         r"make image$|\.ci/(release publish --registry|sbom)|helm install gpu-node-agent oci:", How.ELSEWHERE

@@ -1,6 +1,9 @@
 """Presets: where the agent's own NVML comes from, by kind of cluster."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,85 @@ def test_what_costs_nothing_elsewhere_is_there_wherever_a_runtime_brings_the_dri
         (container,) = template["spec"]["containers"]
         assert (note in template["metadata"]["annotations"]) is there
         assert (mount in {each["mountPath"] for each in container["volumeMounts"]}) is there
+
+
+def test_gke_takes_device_nodes_from_the_host_and_driver_files_from_google_s_folder() -> None:
+    config = _configuration(helm.template(settings=['preset="gke"']))
+    assert config["driver"]["root"] == config["injection"]["hostDriverRoot"] == "/home/kubernetes/bin/nvidia"
+    assert config["driver"]["devRoot"] == "/"
+    # Where CDI is not to be had: NVIDIA's variable is read by nobody there.
+    assert config["injection"]["deviceNodes"] is True
+    assert config["injection"]["driverMount"] == "/home/kubernetes/bin/nvidia"
+
+
+@pytest.mark.parametrize(
+    ("settings", "state"),
+    [
+        ((), "/var/lib/gpu-node-agent"),
+        (('preset="gke"',), "/home/kubernetes/bin/gpu-node-agent"),
+        (('preset="gke"', 'host.state="/opt/gna"'), "/opt/gna"),
+    ],
+)
+def test_the_state_folder_is_one_on_host_and_in_the_container(settings: tuple[str, ...], state: str) -> None:
+    made = helm.template(settings=settings)
+    pod = helm.one(made, "DaemonSet")["spec"]["template"]["spec"]
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "state"]
+    (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "state"]
+    found = volume["hostPath"]["path"], mount["mountPath"], _configuration(made)["host"]["state"]
+    assert found == (state,) * 3
+
+
+HOST_SIDE = """
+import subprocess, sys
+from pathlib import Path
+from agent.injection import hook
+from agent.vgpu import library
+
+root, state = Path(sys.argv[1]), Path(sys.argv[2])
+for folder, flags in (("var", "noexec"), ("home/kubernetes/bin", "exec")):
+    (root / folder).mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size=4m,{flags}", "gna", root / folder], check=True)
+below = root / state.relative_to("/")
+below.mkdir(parents=True)
+try:
+    program = hook.install(Path("/bin/true"), below / hook.FOLDER)
+except hook.HookNotInstalled as error:
+    print(error)
+else:
+    subprocess.run([program], check=True)
+    print(library.obstacle(below) or "runs")
+"""
+
+
+def _on_the_host(tmp_path: Path, state: str) -> str:
+    """The answer of hook and library on a node with a noexec /var, as COS has it."""
+    unshare = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
+    done = subprocess.run(
+        [*unshare, sys.executable, "-c", HOST_SIDE, str(tmp_path), state],
+        env={**os.environ, "PYTHONPATH": str(helm.CHART.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_preset_on_noexec_var(tmp_path: Path) -> None:
+    def state(*settings: str) -> str:
+        return str(_configuration(helm.template(settings=settings))["host"]["state"])
+
+    assert _on_the_host(tmp_path / "cos", state('preset="gke"')) == "runs\n"
+    assert "mounted noexec" in _on_the_host(tmp_path / "other", state('preset="host"'))
+
+
+def test_the_table_says_of_each_preset_in_the_same_words_what_nobody_has_tried() -> None:
+    install = (helm.CHART.parents[1] / "docs" / "install.md").read_text()
+    starts = tuple(f"| `{name}` |" for name in PRESETS)
+    table = [line for line in install.splitlines() if line.startswith(starts) and line.endswith("tried it |")]
+    assert {row.split("`")[1] for row in table} == set(PRESETS) - {"auto"}
+    assert {row.split("|")[-2].strip() for row in table} == {"nobody has tried it"}
 
 
 def test_mps_takes_the_driver_root_of_the_preset() -> None:

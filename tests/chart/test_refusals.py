@@ -1,8 +1,10 @@
 """Bad values are refused by helm, with a sentence that names the value."""
 
+import json
+
 import pytest
 
-from tests.chart import helm
+from tests.chart import helm, schema
 from tests.chart.helm import HelmRefused
 
 BAD = {
@@ -37,7 +39,9 @@ BAD = {
     "default mode that is off": ('config.defaultMode="mps"', ["mps.enabled is false", "switch the mode on"]),
     "modes twice": ("config.modes.mps=true", ["config.modes follows from", "mps.enabled"]),
     "port twice": ("config.http.port=80", ["config.http", "port"]),
-    "moved folder": ('config.host.run="/x"', ["config.host.run", "mounts"]),
+    "moved folder": ('config.host.run="/x"', ["config.host.run", "mounts", "take it out"]),
+    "state beside its value": ('config.host.state="/x"', ["config.host.state", "use the value host.state"]),
+    "device root beside its value": ('config.driver.devRoot="/"', ["use the value driver.devRoot"]),
     "scraped twice": (
         ["metrics.podMonitor.enabled=true", "metrics.serviceMonitor.enabled=true"],
         ["scraped twice"],
@@ -128,6 +132,35 @@ def test_bad_values_are_refused_with_a_sentence(name: str) -> None:
         helm.template(settings=[settings] if isinstance(settings, str) else settings)
     told = " ".join(str(refusal.value).split())
     assert all(word in told for word in words), told
+
+
+MISPLACED = {
+    'vgpu.enforcement="off"': "set config.vgpu.enforcement",
+    'mps.rootPods="refuse"': "set config.mps.rootPods",
+    'defaultMode="vgpu"': "set config.defaultMode",
+    "injection.deviceNodes=true": "set config.injection",
+    "metrics.gpuManagerNames=true": "set config.metrics.gpuManagerNames",
+}
+
+
+@pytest.mark.parametrize("setting", MISPLACED)
+def test_helm_names_the_right_key(setting: str) -> None:
+    """Of the configuration, in the wrong place; what is no key of either stays refused by the schema."""
+    with pytest.raises(HelmRefused) as refusal:
+        helm.template(settings=[setting])
+    told = " ".join(str(refusal.value).split())
+    assert MISPLACED[setting] in told, told
+    first, *rest = setting.split(".", 1)
+    with pytest.raises(HelmRefused, match="not allowed"):
+        helm.template(
+            settings=[f"{first}.x{rest[0]}" if first in ("vgpu", "mps", "metrics") else f"x{setting}"]
+        )
+
+
+def test_every_misplaced_key_has_a_hint() -> None:
+    document = json.loads(schema.FILE.read_text(encoding="utf-8"))
+    assert schema.ELSEWHERE.read_text(encoding="utf-8") == schema.elsewhere(document)
+    assert document == schema.updated(document)
 
 
 GOOD = {

@@ -1,12 +1,15 @@
 """A small client of the API server: one HTTPS request per call, no cache, cheap enough to poll with.
 
 kubectl costs about 0.1 s of a core per call; a test that waits for a pod would spend its time in kubectl.
+Connections are kept, since on two cores the handshakes of a test that waits would take a part of one.
 """
 
 import http.client
 import json
+import select
 import socket
 import ssl
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +48,10 @@ class ApiClient:
             self._tls.load_cert_chain(certificates / f"{user}.crt", certificates / f"{user}.key")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._resources: dict[str, dict[str, tuple[str, bool]]] = {}
+        # Those of a token are few, and nobody closes them at the end.
+        self._keeps = not token
+        self._idle: list[Connection] = []
+        self._lock = threading.Lock()
 
     def request(
         self,
@@ -56,19 +63,49 @@ class ApiClient:
         timeout: float = 10,
     ) -> Any:
         """Send one request; return the decoded JSON (or the text, where the answer is no JSON)."""
-        connection = Connection(self._port, self._tls, timeout, self._how)
+        connection = self._connected(timeout)
         try:
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, {"Content-Type": content_type, **self._headers})
             response = connection.getresponse()
             data = response.read()
-        finally:
+        except BaseException:
             connection.close()
+            raise
+        self._keep(connection)
         if response.status >= 400:
             raise ApiError(response.status, f"{method} {path}", _message(data))
         if response.headers.get_content_type() == "application/json":
             return json.loads(data)
         return data.decode()
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _connected(self, timeout: float) -> Connection:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return Connection(self._port, self._tls, timeout, self._how)
+                connection = self._idle.pop()
+            # The server says nothing unasked: what can be read now is the end of the connection.
+            if select.select([connection.sock], [], [], 0)[0]:
+                connection.close()
+                continue
+            connection.sock.settimeout(timeout)
+            return connection
+
+    def _keep(self, connection: Connection) -> None:
+        if not self._keeps:
+            connection.close()
+        if connection.sock is None:  # the server may have closed it with its answer
+            return
+        with self._lock:
+            self._idle.append(connection)
 
     def path(self, api_version: str, kind: str, namespace: str | None, name: str | None = None) -> str:
         """Path of a collection, or of one object; the plural of `kind` is asked of the API server once."""

@@ -1,17 +1,21 @@
-"""One cluster for the whole session, its programs built on the first use."""
+"""One cluster for each worker's whole session, its programs built on the first use."""
 
 import os
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.fixtures import SubRequest
 
+from tests.cluster import side_by_side
 from tests.cluster.build import BuildError, Parts, agent_image, build_parts
 from tests.cluster.extender_process import free_port
 from tests.cluster.options import Options
 from tests.cluster.real_rig import RealRig, real_rig
-from tests.cluster.rig import REPOSITORY, Cluster
+from tests.cluster.rig import Cluster, logs_folder
 from tests.cluster.waiting import RigError
 
 DEFAULT_TICK_SECONDS = 10.0
@@ -26,6 +30,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             limit = getattr(getattr(item, "module", None), "LIMIT", LIMIT)
             item.add_marker(pytest.mark.timeout(limit, func_only=True))
+    items.sort(key=lambda item: side_by_side.place(item.nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> side_by_side.Schedule:
+    """Each worker has clusters of its own: tests that share one stay together."""
+    config.option.loadscopereorder = False
+    return side_by_side.Schedule(config, log)
+
+
+failures: Counter[str] = Counter()
+"""Of fixtures that several tests share, by name and place."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: SubRequest) -> Iterator[None]:
+    """A shared fixture that failed fails the test that asked for it; the next test tries once more."""
+    try:
+        return (yield)
+    except pytest.skip.Exception:
+        raise
+    except BaseException:
+        where = f"{fixturedef.baseid}::{fixturedef.argname}"
+        failures[where] += 1
+        if fixturedef.scope != "function" and failures[where] < ATTEMPTS:
+            fixturedef.finish(request)  # else pytest would show the same failure to all that come after
+        raise
+
+
+ATTEMPTS = 2
+"""How often a fixture is tried that many tests share: where it fails for good, each try may take a minute."""
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +96,7 @@ def cluster(parts: Parts, request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield running
     finally:
         if request.session.testsfailed:
-            running.save_logs(REPOSITORY / "build" / "cluster-logs")
+            running.save_logs(logs_folder())
         running.down()
 
 

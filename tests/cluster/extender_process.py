@@ -120,6 +120,12 @@ def shipped(name: str) -> list[dict[str, Any]]:
     return found
 
 
+def profiles() -> list[dict[str, Any]]:
+    """The profiles of kube-scheduler that we ship."""
+    found: list[dict[str, Any]] = yaml.safe_load((CONFIG / "extender.yaml").read_text())["profiles"]
+    return found
+
+
 def free_port() -> int:
     """A port that nothing listens on, and that the kernel gives to no connection meanwhile."""
     return free_ports(1)[0]
@@ -152,6 +158,7 @@ def directed(parts: Parts, port: int, queries_per_second: float = 50) -> Iterato
     limits = {"qps": queries_per_second, "burst": round(2 * queries_per_second)}
     config = {
         "extenders": [entry],
+        "profiles": profiles(),
         "podMaxBackoffSeconds": 2,
         "clientConnection": {"kubeconfig": f"{pki}/scheduler.kubeconfig", **limits},
     }

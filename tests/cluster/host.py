@@ -77,7 +77,8 @@ def hierarchies() -> list[Path]:
 
 
 @contextmanager
-def _locked() -> Iterator[None]:
+def locked() -> Iterator[None]:
+    """No cluster on this machine starts, ends or is swept meanwhile."""
     path = STATE / "lock"
     while True:
         STATE.mkdir(mode=0o711, exist_ok=True)
@@ -96,7 +97,7 @@ def _locked() -> Iterator[None]:
 
 def claim(record: Record) -> None:
     """Make folder, cgroups and mount points of a new cluster; leftovers of dead ones are swept first."""
-    with _locked():
+    with locked():
         _sweep_dead()
         record.folder.mkdir(mode=0o711)
         record.write()
@@ -117,7 +118,7 @@ def make_cgroup(name: str) -> None:
 
 def release(record: Record) -> None:
     """Undo a cluster: processes, cgroups, folder; with the last cluster also what they share."""
-    with _locked():
+    with locked():
         _remove(record)
         _restore_shared()
 
@@ -126,9 +127,14 @@ def sweep() -> list[str]:
     """Undo every cluster whose owner is dead; return their names."""
     if not STATE.exists():
         return []
-    with _locked():
-        names = _sweep_dead()
-        _restore_shared()
+    with locked():
+        return sweep_locked()
+
+
+def sweep_locked() -> list[str]:
+    """The same for somebody who holds the lock."""
+    names = _sweep_dead()
+    _restore_shared()
     return names
 
 

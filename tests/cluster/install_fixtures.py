@@ -11,7 +11,7 @@ import yaml
 from tests.cluster.build import BuildError, Parts, agent_image
 from tests.cluster.installation import ACCOUNT, Installation, Node
 from tests.cluster.options import Options
-from tests.cluster.rig import REPOSITORY, Cluster
+from tests.cluster.rig import Cluster, logs_folder
 from tests.cluster.waiting import RigError
 
 
@@ -34,7 +34,7 @@ def with_image(running: Cluster, request: pytest.FixtureRequest) -> Iterator[Clu
         yield running
     finally:
         if request.session.testsfailed:
-            running.save_logs(REPOSITORY / "build" / "cluster-logs")
+            running.save_logs(logs_folder())
         running.down()
 
 

@@ -26,6 +26,7 @@ from tests.cluster.rig import Cluster
 from tests.cluster.waiting import NotYet, eventually
 from tests.mps_binaries import SUITES, control_program
 from tests.nvml_double.build import STATE_VARIABLE, build
+from tests.pace import scaled
 
 NAMESPACE, RELEASE = "gpu-agents", "gpu-node-agent"
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:{RELEASE}"
@@ -119,7 +120,8 @@ class Installation:
 
     def install(self, *more: str) -> str:
         """Install and wait; what helm says at the end. `more`: further arguments of helm."""
-        arguments = ["--create-namespace", f"--values={self._values}", "--wait", "--timeout=60s", *more]
+        patience = f"--timeout={scaled(60):.0f}s"
+        arguments = ["--create-namespace", f"--values={self._values}", "--wait", patience, *more]
         return self.helm("install", RELEASE, str(helm.CHART), *arguments)
 
     def label(self, value: str | None) -> None:
@@ -141,7 +143,8 @@ class Installation:
                 raise NotYet(f"{len(found)} pods")
             conditions = {each["type"]: each["status"] for each in found[0]["status"].get("conditions", [])}
             if conditions.get("Ready") != "True":
-                raise NotYet(json.dumps(found[0]["status"])[:1500] + self.agent_log())
+                status = json.dumps(found[0]["status"])[:1500]
+                raise NotYet(lambda: status + self.agent_log())
             return found[0]
 
         return eventually(ready, timeout=timeout, what="the agent is ready", interval=0.2)

@@ -3,6 +3,7 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tests.cluster.api import ApiClient, ApiError, Manifest, Object
@@ -99,7 +100,8 @@ class Objects(ABC):
             seen = json.dumps({key: status.get(key) for key in ("phase", "reason", "message")})
             if status["phase"] in FINAL_PHASES:
                 raise RigError(f"pod {name} ended: {seen} instead of {phase}")
-            raise NotYet(f"{seen}; {'; '.join(self.events(name, namespace=namespace)) or 'no events'}")
+            events = partial(self.events, name, namespace=namespace)
+            raise NotYet(lambda: f"{seen}; {'; '.join(events()) or 'no events'}")
 
         return eventually(reached, timeout=timeout, what=f"pod {namespace}/{name} {phase}")
 

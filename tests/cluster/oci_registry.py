@@ -9,7 +9,6 @@ from pathlib import Path
 
 import yaml
 
-from tests.cluster.build import release_tools
 from tests.cluster.rig import Cluster, free_ports
 from tests.cluster.waiting import RigError
 
@@ -17,9 +16,8 @@ START_SECONDS = 30.0
 
 
 @contextmanager
-def registry(cluster: Cluster) -> Iterator[str]:
+def registry(cluster: Cluster, program: Path) -> Iterator[str]:
     """`localhost:<port>`, which container runtimes and helm take for one without TLS."""
-    program = release_tools.program(release_tools.REGISTRY)
     (port,) = free_ports(1)
     with tempfile.TemporaryDirectory(prefix="registry-", dir=cluster.layout.root) as folder:
         configuration = {

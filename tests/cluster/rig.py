@@ -35,6 +35,8 @@ from tests.cluster.waiting import NotYet, RigError, eventually
 
 NODE = "node1"
 REPOSITORY = Path(__file__).parents[2]
+PORTS = range(20_000, 32_000)
+PORTS_OF_A_WORKER = 2_000
 
 
 class Cluster(RigNode):
@@ -77,7 +79,7 @@ class Cluster(RigNode):
             host.claim(self._record)
             self._start(reached)
         except BaseException:
-            self.save_logs(REPOSITORY / "build" / "cluster-logs")
+            self.save_logs(logs_folder())
             self.down()
             raise
 
@@ -135,6 +137,8 @@ class Cluster(RigNode):
 
     def down(self) -> None:
         """Stop everything and remove every trace; harmless when called again."""
+        if self._api is not None:
+            self._api.close()
         try:
             self._end_programs()
         finally:
@@ -244,11 +248,25 @@ def _this_process() -> Identity:
     return identity
 
 
+def worker() -> str:
+    """Name of this worker of pytest-xdist (`gw0`, `gw1`, ...); empty where there is but one process."""
+    return os.environ.get("PYTEST_XDIST_WORKER", "")
+
+
+def logs_folder() -> Path:
+    """Where programs' logs of failed runs are kept."""
+    return REPOSITORY / "build" / "cluster-logs" / worker()
+
+
 def free_ports(count: int) -> list[int]:
-    """Loopback ports nobody listens on, below the range from which the kernel gives out ports by itself."""
+    """Loopback ports nobody listens on, below the range from which the kernel gives out ports by itself.
+
+    Workers draw from ranges of their own: between a draw and its use another might draw the same.
+    """
+    first = PORTS.start + int(worker().removeprefix("gw") or 0) * PORTS_OF_A_WORKER % len(PORTS)
     found: list[int] = []
     while len(found) < count:
-        port = random.randrange(20_000, 32_000)
+        port = random.randrange(first, first + PORTS_OF_A_WORKER)
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             if port not in found:

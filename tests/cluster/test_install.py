@@ -193,7 +193,8 @@ def test_label_removed_leaves_nothing(installation: Installation) -> None:
 
     def gone() -> None:
         if left := installation.pods("agent"):
-            raise NotYet(json.dumps(left[0]["status"])[:1500] + installation.agent_log())
+            status = json.dumps(left[0]["status"])[:1500]
+            raise NotYet(lambda: status + installation.agent_log())
 
     eventually(gone, timeout=40, what="the agent is gone", interval=0.2)
     assert_node_has_nothing_of_the_agent(installation)

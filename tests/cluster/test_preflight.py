@@ -17,7 +17,7 @@ from agent.check.look import GOOD, NOT_SEEN, WRONG, NodeVerdict, verdict
 from agent.check.node_check import Observation, look
 from agent.check.own_specification import own_specification
 from agent.check.software import facts_of
-from agent.cluster.node import Node
+from agent.cluster.node import ApiNode
 from agent.model.look import Look, Severity
 from agent.settings import load
 from agent.simulator.nvml import SimulatedNvml
@@ -83,7 +83,7 @@ class Preflight:
         host = HostFiles(self.root, named=True)
         # Commands for people may read a kubeconfig by blocking calls, tests not.
         node = await thread(self.bare.cluster.get, "Node", self.bare.cluster.node)
-        facts = facts_of(msgspec.convert(node, Node))
+        facts = facts_of(msgspec.convert(node, ApiNode))
         seen = Observation(host, await own_specification(settings, host), facts)
         return Round(await thread(lambda: list(look(settings, SimulatedNvml(self.bare.rig.machine), seen))))
 

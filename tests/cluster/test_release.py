@@ -16,18 +16,32 @@ from tests.cluster.build import release_tools
 from tests.cluster.installation import MODE_LABEL, Node
 from tests.cluster.oci_registry import registry
 from tests.cluster.options import Options
-from tests.cluster.rig import REPOSITORY, Cluster
+from tests.cluster.rig import REPOSITORY, Cluster, logs_folder
 from tests.cluster.waiting import NotYet, RigError, eventually
 from tests.nvml_double.build import STATE_VARIABLE
+from tests.pace import scaled
 
 NAMESPACE = "gpu-node-agent"
 PLACEHOLDER = "registry.example.com/gpu/"
 VERBS = ("make image", ".ci/release ", "helm ", "kubectl ")
+LIMIT = 300
+"""Seconds for the body of one test (see conftest.py): `make image`, then an installation and its end."""
 
 
-def test_workflows_are_valid() -> None:
+@pytest.fixture(scope="module")
+def linter() -> Path:
+    """Built if missing, which takes minutes: a fixture's time is not the test's."""
+    return release_tools.program(release_tools.ACTIONLINT)
+
+
+@pytest.fixture(scope="module")
+def registry_program() -> Path:
+    """The same of the registry."""
+    return release_tools.program(release_tools.REGISTRY)
+
+
+def test_workflows_are_valid(linter: Path) -> None:
     """By actionlint, which knows the syntax, the contexts and the inputs of well-known actions."""
-    linter = release_tools.program(release_tools.ACTIONLINT)
     files = sorted((REPOSITORY / ".github" / "workflows").glob("*.yaml"))
     assert {file.name for file in files} >= {"test.yaml", "release.yaml"}
     argv = [str(linter), "-no-color", *map(str, files)]
@@ -73,11 +87,13 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield made
     finally:
         if request.session.testsfailed:
-            made.save_logs(REPOSITORY / "build" / "cluster-logs")
+            made.save_logs(logs_folder())
         made.down()
 
 
-def test_documented_install_commands_work_from_a_registry(cluster: Cluster) -> None:
+def test_documented_install_commands_work_from_a_registry(
+    cluster: Cluster, registry_program: Path, archive: Path
+) -> None:
     """As they stand, with the registry's name replaced.
 
     The rig adds values for its simulated driver, and that its registry has no TLS.
@@ -88,7 +104,7 @@ def test_documented_install_commands_work_from_a_registry(cluster: Cluster) -> N
     seen: set[str] = set()
     with (
         tempfile.TemporaryDirectory(prefix="rel-", dir=cluster.layout.root) as name,
-        registry(cluster) as address,
+        registry(cluster, registry_program) as address,
     ):
         folder = Path(name)
         values = rig_values(Node(cluster, folder), folder)
@@ -96,7 +112,7 @@ def test_documented_install_commands_work_from_a_registry(cluster: Cluster) -> N
             words = command.replace(PLACEHOLDER, f"{address}/gpu/").replace("NODE", cluster.node)
             assert "example" not in words, f"{command!r} holds another placeholder"
             if words.startswith("helm install"):
-                words += f" --values={values} --plain-http --wait --timeout=60s"
+                words += f" --values={values} --plain-http --wait --timeout={scaled(60):.0f}s"
             if " POD" in words:
                 words = words.replace(" POD", f" {agents(cluster)[0]['metadata']['name']}")
             run(cluster, folder, words)

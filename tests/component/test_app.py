@@ -14,7 +14,7 @@ from agent.app import run as app
 from agent.app.agent import Agent
 from agent.kit.supervise import FatalError
 from agent.nvml.nvml_errors import NvmlCode
-from agent.settings import Cluster, Host, Http, Kubelet, Settings
+from agent.settings import ClusterSettings, HostSettings, HttpSettings, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.simulator.machine import SimulatedMachine
@@ -34,10 +34,10 @@ def folder() -> Iterator[Path]:
 def _settings(folder: Path, **more: Any) -> Settings:
     return Settings(
         default_mode="pgpu",
-        http=Http(address="127.0.0.1", port=0),
+        http=HttpSettings(address="127.0.0.1", port=0),
         kubelet=Kubelet(root=str(folder / "k")),
-        cluster=Cluster(access="off"),
-        host=Host(state=str(folder / "state"), run=str(folder / "run"), cdi=str(folder / "cdi")),
+        cluster=ClusterSettings(access="off"),
+        host=HostSettings(state=str(folder / "state"), run=str(folder / "run"), cdi=str(folder / "cdi")),
         **more,
     )
 
@@ -205,8 +205,8 @@ async def test_a_start_that_is_told_to_stop_does(folder: Path) -> None:
 
 async def test_the_lock_is_given_back_when_a_start_fails(folder: Path) -> None:
     unreachable = Settings(
-        http=Http(address="203.0.113.1", port=1),  # no address of this machine
-        host=Host(state=str(folder / "state"), run=str(folder / "run")),
+        http=HttpSettings(address="203.0.113.1", port=1),  # no address of this machine
+        host=HostSettings(state=str(folder / "state"), run=str(folder / "run")),
     )
     for _ in range(2):
         with pytest.RaisesGroup(FatalError, flatten_subgroups=True):

@@ -19,7 +19,7 @@ import anyio
 
 from agent.app.run import running
 from agent.model.modes import Mode
-from agent.settings import Cluster, Host, Http, Kubelet, Settings, Vgpu
+from agent.settings import ClusterSettings, HostSettings, HttpSettings, Kubelet, Settings, Vgpu
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
@@ -29,11 +29,11 @@ folder, first, then = Path(sys.argv[1]), *sys.argv[2:]
 mode = folder / "mode"
 settings = Settings(
     mode_file=str(mode),
-    http=Http(address="127.0.0.1", port=0),
+    http=HttpSettings(address="127.0.0.1", port=0),
     kubelet=Kubelet(root=str(folder / "k")),
-    cluster=Cluster(access="off"),
+    cluster=ClusterSettings(access="off"),
     vgpu=Vgpu(library=str(folder / "library.so")),
-    host=Host(state=str(folder / "state"), run=str(folder / "run"), cdi=str(folder / "cdi")),
+    host=HostSettings(state=str(folder / "state"), run=str(folder / "run"), cdi=str(folder / "cdi")),
 )
 
 def found(agent):

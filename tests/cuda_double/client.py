@@ -53,6 +53,18 @@ def init(device: int = 0) -> int:
     return context
 
 
+def runtime_context(device: int = 0, entry: int = 2) -> int:
+    """The primary context, retained as NVIDIA's runtime does: by its private table, not by a name."""
+    table = out("cuGetExportTable", bytes.fromhex("6bd5fb6c5bf4e74a8987d93912fd9df9"))
+    words = ctypes.cast(table, ctypes.POINTER(ctypes.c_uint64))
+    retain = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)(words[entry])
+    context = u64()
+    code = retain(ctypes.addressof(context), device)
+    if code:
+        raise CudaError(f"the runtime's table: {code}")
+    return context.value
+
+
 def alloc(megabytes: float) -> int:
     return out("cuMemAlloc_v2", size(int(megabytes * MIB)))
 

@@ -111,6 +111,12 @@ CUresult model_cuModuleLoadFatBinary(CUmodule *module, const void *fatCubin) {
     return load(MODULE, 1, (void **)module);
 }
 
+CUresult model_cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) {
+    NEED(mode != NULL);
+    *mode = CU_MODULE_LAZY_LOADING; /* the default since 12.2 */
+    return CUDA_SUCCESS;
+}
+
 CUresult model_cuModuleUnload(CUmodule hmod) {
     return unload(hmod, MODULE);
 }

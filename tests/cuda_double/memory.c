@@ -85,6 +85,7 @@ static CUresult allocate(uint32_t kind, uint64_t bytes, int narrow, uint64_t *ad
     struct context *context;
     NEED(bytes > 0);
     TRY(current(&context));
+    TRY(capture_forbids()); /* "a call to cudaMalloc may be unsafe": cuda.h, of cuThreadExchangeStreamCaptureMode */
     struct memory *memory = calloc(1, sizeof(*memory));
     *memory = (struct memory){.base.device = context->base.device, .kind = kind, .size = bytes, .shared = -1, .context = context};
     objects_lock();

@@ -49,24 +49,3 @@ CUresult model_cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersi
     return *pfn == NULL ? CUDA_ERROR_NOT_FOUND : CUDA_SUCCESS;
 }
 #endif
-
-/* A table of functions that no header names, as the runtime and the libraries of CUDA use them. Its length in
- * bytes comes first; then one function that allocates, and one that frees. */
-static CUresult private_alloc(CUdeviceptr *address, size_t bytes) {
-    return model_cuMemAlloc_v2(address, bytes);
-}
-
-static CUresult private_free(CUdeviceptr address) {
-    return model_cuMemFree_v2(address);
-}
-
-CUresult model_cuGetExportTable(const void **ppExportTable, const CUuuid *pExportTableId) {
-    static const struct {
-        size_t bytes;
-        CUresult (*alloc)(CUdeviceptr *, size_t);
-        CUresult (*free)(CUdeviceptr);
-    } table = {sizeof(table), private_alloc, private_free};
-    NEED(ppExportTable != NULL && pExportTableId != NULL);
-    *ppExportTable = &table;
-    return CUDA_SUCCESS;
-}

@@ -158,6 +158,7 @@ static void later(struct object *object, void *data) {
 CUresult model_cuCtxSynchronize(void) {
     struct context *context;
     TRY(current(&context));
+    TRY(capture_forbids()); /* it would wait for the captured stream, too: CUDA Programming Guide, prohibited operations */
     if (time_on()) {
         time_wait_device(context->base.device);
         waited(context->base.device);

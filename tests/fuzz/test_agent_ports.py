@@ -23,9 +23,9 @@ from agent.app import run as app
 from agent.app.agent import Agent
 from agent.cluster import reviews
 from agent.cluster.api import ApiRefused, KubeApi
-from agent.telemetry.access import MOST_ADMITTED, MOST_REFUSED, Admission
+from agent.telemetry.access import MOST_ADMITTED, MOST_REFUSED, ScraperAdmission
 from agent.web.control import NAME
-from agent.web.server import Reply, Request
+from agent.web.server import HttpRequest, Reply
 from tests.component.kubelet_room.parts import GPU
 from tests.component.test_app import _get, _kubelet, _nvml, _settings
 from tests.fuzz.campaign import Campaign
@@ -197,12 +197,12 @@ async def test_scrapers_tokens_and_the_answers_about_them(campaign: Campaign) ->
             raise ApiRefused(500, "no answer")
         return json.dumps({"status": reply}).encode()
 
-    async def page(_: Request) -> Reply:
+    async def page(_: HttpRequest) -> Reply:
         return Reply.text("figures")
 
     api = cast("KubeApi", SimpleNamespace(post=post))
     now = 0.0
-    admission = Admission(reviews.Reviews(api, "/metrics", 1.0).review, lambda: now)
+    admission = ScraperAdmission(reviews.Reviews(api, "/metrics", 1.0).review, lambda: now)
     guarded = admission.guarded(page)
 
     async def act(data: bytes) -> str:
@@ -214,7 +214,7 @@ async def test_scrapers_tokens_and_the_answers_about_them(campaign: Campaign) ->
         tokens = {"1": {"authenticated": True, "user": user}, "0": {"authenticated": False}}
         access = {"1": {"allowed": True}, "0": {"allowed": False}}
         answer[:] = [tokens.get(first, data.decode("latin-1")), access.get(rest)]
-        reply = await guarded(Request("/metrics", headers={"Authorization": header}))
+        reply = await guarded(HttpRequest("/metrics", headers={"Authorization": header}))
         assert reply.status in (200, 401, 403, 503)
         if reply.status == 200:
             token = header.split()[-1]

@@ -21,7 +21,7 @@ from agent.model.placement import (
     HINT_TIME,
     POLICY,
     NoRoom,
-    Policy,
+    PlacementPolicy,
     hint_of,
     place,
     policy_of,
@@ -82,7 +82,7 @@ def test_pod_annotations(campaign: Campaign) -> None:
         fields = [part.decode(errors="replace") for part in data.split(b";")]
         annotations = dict(zip((f"{HINT}0", HINT_NODE, ASSIGNED, POLICY, HINT_TIME), fields, strict=False))
         pod = a_pod("ns", "p", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),), annotations=annotations)
-        hint, policy = hint_of(pod, "main", "node"), policy_of(pod, Policy.BINPACK)
+        hint, policy = hint_of(pod, "main", "node"), policy_of(pod, PlacementPolicy.BINPACK)
         choice = place(rooms, demand, policy, hint)
         (chosen,) = choice.gpus
         assert rooms[chosen].fits(demand), "a GPU without room was chosen"
@@ -179,7 +179,7 @@ def test_node_inventories(campaign: Campaign) -> None:
         assert (facts.inventory is None) == (found is None)
         fleet.set_node(LedgerNode("liar", facts.inventory, facts.totals))
         fleet.verdict("liar", wanted)
-        picked = fleet.pick("liar", wanted, Policy.FRAGMENTATION)
+        picked = fleet.pick("liar", wanted, PlacementPolicy.FRAGMENTATION)
         fleet.drop_node("liar")
         assert (fleet.verdict("honest", wanted), fleet.allocated()) == before
         return "refused" if found is None else "no room" if picked is None else "room"

@@ -19,9 +19,9 @@ from agent.extender.verdicts import Verdicts
 from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.placement import HINT, POLICY, Policy
+from agent.model.placement import HINT, POLICY, PlacementPolicy
 from agent.model.pod import Container
-from agent.web.server import HttpServer, Request
+from agent.web.server import HttpRequest, HttpServer
 from tests.fuzz.campaign import Campaign
 from tests.pods import a_pod
 
@@ -54,6 +54,7 @@ VICTIMS = {"Pods": [{"UID": "v"}], "NumPDBViolations": 1}
 BODIES: tuple[tuple[str, Any], ...] = (
     ("predicates", {"Pod": POD, "Nodes": None, "NodeNames": ["a", "b", "c"]}),
     ("predicates", {"Pod": POD, "Nodes": NODES}),
+    ("simulate", {"Pod": POD, "Nodes": NODES}),
     ("predicates", {"Pod": MEMBER, "Nodes": None, "NodeNames": ["a", "b"]}),
     ("priorities", {"Pod": POD, "NodeNames": ["a", "b"]}),
     (
@@ -70,7 +71,7 @@ async def test_extender_requests(campaign: Campaign, monkeypatch: pytest.MonkeyP
     for name in ("a", "b"):
         gpus = tuple(GpuEntry(f"GPU-{name}{index}", index, Mode.VGPU, 81920) for index in range(4))
         fleet.set_node(LedgerNode(name, NodeInventory(gpus), {}))
-    binder = Binder(cast("KubeApi", api), fleet, Policy.FRAGMENTATION, 30, lambda: True)
+    binder = Binder(cast("KubeApi", api), fleet, PlacementPolicy.FRAGMENTATION, 30, lambda: True)
     shown = Member(
         "ns/gang", pod_demand(a_pod("ns", "q", (Container("main", {VGPU.core: 20, VGPU.memory: 4}),)))
     )
@@ -83,7 +84,7 @@ async def test_extender_requests(campaign: Campaign, monkeypatch: pytest.MonkeyP
         verb, _, body = data.partition(b" ")
         path = f"{FOLDER}/{verb.decode(errors='replace')}"
         handler = server._routes.get(path) or server._routes[f"{FOLDER}/bind"]
-        reply = await handler(Request(path, body=body))
+        reply = await handler(HttpRequest(path, body=body))
         assert reply.status in (200, 400)
         if reply.status == 200:
             json.loads(reply.body)

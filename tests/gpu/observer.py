@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import anyio
 import anyio.to_thread
 
-from agent.nvml.binding import Binding
+from agent.nvml.binding import NvmlBinding
 from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import SampleRequest
 from agent.vgpu.correction import corrected, rivals
@@ -35,7 +35,7 @@ class Held:
 class Observer:
     """All containers on one GPU."""
 
-    def __init__(self, nvml: Binding, gpu: str, held: Sequence[Held]) -> None:
+    def __init__(self, nvml: NvmlBinding, gpu: str, held: Sequence[Held]) -> None:
         self._nvml = nvml
         self._gpu = gpu
         self._held = held

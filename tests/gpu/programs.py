@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agent.mps.binary import CONTROL, SERVER
 from agent.nvml import loading as nvml_library
-from agent.nvml.binding import Binding
+from agent.nvml.binding import NvmlBinding
 from tests.mps_binaries import SUITES, MpsBinaryMissing, both_programs
 
 VARIABLE = "GPU_TEST_MPS"
@@ -37,13 +37,13 @@ def load() -> str:
     )
 
 
-def binding() -> Binding:
+def binding() -> NvmlBinding:
     """NVML as the loader finds it, else as a driver root's; not opened yet."""
     try:
         ctypes.CDLL(nvml_library.SONAME)
     except OSError:
-        return Binding(roots=(Path("/"),))
-    return Binding()
+        return NvmlBinding(roots=(Path("/"),))
+    return NvmlBinding()
 
 
 def lay_out(folder: Path, library: Path) -> Path:

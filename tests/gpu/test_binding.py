@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent.model.gpu import Driver, Gpu
-from agent.nvml.binding import Binding
+from agent.nvml.binding import NvmlBinding
 from agent.nvml.nvml_errors import NvmlNotSupported
 from agent.nvml.port import PcieLevel
 from tests.gpu.programs import binding
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def nvml() -> Iterator[Binding]:
+def nvml() -> Iterator[NvmlBinding]:
     """Not opened yet; closed at the end."""
     found = binding()
     yield found
@@ -25,13 +25,13 @@ def nvml() -> Iterator[Binding]:
 
 
 @pytest.fixture
-def gpus(nvml: Binding) -> tuple[Gpu, ...]:
+def gpus(nvml: NvmlBinding) -> tuple[Gpu, ...]:
     """Every GPU of this machine, NVML open."""
     nvml.open()
     return tuple(nvml.describe(index) for index in range(nvml.count()))
 
 
-def test_the_driver_tells_its_versions(nvml: Binding) -> None:
+def test_the_driver_tells_its_versions(nvml: NvmlBinding) -> None:
     driver = nvml.open()
     assert isinstance(driver, Driver)
     assert re.fullmatch(r"\d+\.\d+(\.\d+)?", driver.version)
@@ -50,7 +50,7 @@ def test_every_gpu_is_described(gpus: tuple[Gpu, ...]) -> None:
         assert Path(f"/dev/nvidia{gpu.minor}").exists()
 
 
-def test_moving_figures_are_in_their_ranges(nvml: Binding, gpus: tuple[Gpu, ...]) -> None:
+def test_moving_figures_are_in_their_ranges(nvml: NvmlBinding, gpus: tuple[Gpu, ...]) -> None:
     for gpu in gpus:
         sample = nvml.sample(gpu.uuid)
         assert sample.memory_total_bytes == gpu.memory_bytes
@@ -61,14 +61,14 @@ def test_moving_figures_are_in_their_ranges(nvml: Binding, gpus: tuple[Gpu, ...]
         assert sample.temperature_celsius is None or 0 < sample.temperature_celsius < 120
 
 
-def test_health_counters_are_read(nvml: Binding, gpus: tuple[Gpu, ...]) -> None:
+def test_health_counters_are_read(nvml: NvmlBinding, gpus: tuple[Gpu, ...]) -> None:
     for gpu in gpus:
         probe = nvml.probe(gpu.uuid)
         assert probe.memory_used_bytes >= 0
         assert probe.ecc_uncorrected is None or probe.ecc_uncorrected >= 0
 
 
-def test_the_event_wait_returns_in_time(nvml: Binding, gpus: tuple[Gpu, ...]) -> None:
+def test_the_event_wait_returns_in_time(nvml: NvmlBinding, gpus: tuple[Gpu, ...]) -> None:
     watched = 0
     for gpu in gpus:
         try:
@@ -82,7 +82,7 @@ def test_the_event_wait_returns_in_time(nvml: Binding, gpus: tuple[Gpu, ...]) ->
     nvml.unwatch_all()
 
 
-def test_links_and_ancestors_of_every_pair(nvml: Binding, gpus: tuple[Gpu, ...]) -> None:
+def test_links_and_ancestors_of_every_pair(nvml: NvmlBinding, gpus: tuple[Gpu, ...]) -> None:
     for one, other in itertools.combinations(gpus, 2):
         assert nvml.ancestor(one.uuid, other.uuid) in PcieLevel
     for gpu in gpus:
@@ -90,7 +90,7 @@ def test_links_and_ancestors_of_every_pair(nvml: Binding, gpus: tuple[Gpu, ...])
             assert link.remote_bus_id != gpu.pci_bus_id
 
 
-def test_it_closes_and_opens_again(nvml: Binding) -> None:
+def test_it_closes_and_opens_again(nvml: NvmlBinding) -> None:
     first = nvml.open()
     nvml.close()
     assert nvml.open() == first

@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.nvml.binding import Binding
+from agent.nvml.binding import NvmlBinding
 from tests.gpu.cuda import OUT_OF_MEMORY
 from tests.gpu.limits import MIB
 from tests.gpu.programs import binding
@@ -26,7 +26,7 @@ CONTEXT = 1024
 RESIZE_SECONDS = 1.0
 
 
-def used(nvml: Binding, uuid: str) -> int:
+def used(nvml: NvmlBinding, uuid: str) -> int:
     """Of the GPU, by NVML, in bytes. Blocks."""
     nvml.open()
     try:

@@ -18,7 +18,7 @@ from agent.extender.handlers import FOLDER
 from agent.extender.settings import ExtenderSettings, Lease, PlainHttp
 from agent.simulator.kubelet.api_server import Pod
 from agent.simulator.kubelet.http_api import HttpApi
-from agent.web.server import HANDLER_SECONDS, Reply, Request
+from agent.web.server import HANDLER_SECONDS, HttpRequest, Reply
 from tests.storm import seams
 from tests.storm.lives import Process
 from tests.storm.ordering import InOrder
@@ -72,7 +72,7 @@ class Replica(Process):
 
         async def answer() -> Reply:
             with anyio.fail_after(HANDLER_SECONDS):
-                return await handler(Request(f"{FOLDER}/{path}", body=body))
+                return await handler(HttpRequest(f"{FOLDER}/{path}", body=body))
 
         task = asyncio.get_running_loop().create_task(answer(), context=self._context)
         self._requests.add(task)

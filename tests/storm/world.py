@@ -16,10 +16,10 @@ from agent.app.agent import Agent
 from agent.modes.desired import LABEL
 from agent.node.taint import TAINT
 from agent.settings import (
-    Cluster,
-    Health,
-    Host,
-    Http,
+    ClusterSettings,
+    HealthSettings,
+    HostSettings,
+    HttpSettings,
     Kubelet,
     LayoutEntry,
     Modes,
@@ -130,12 +130,12 @@ class World:
                 if self.shape.mps
                 else [LayoutEntry(gpus=["0-99"], mode="vgpu")],
             },
-            http=Http(address="127.0.0.1", port=0),
+            http=HttpSettings(address="127.0.0.1", port=0),
             kubelet=Kubelet(root=str(self.kubelet.root)),
-            cluster=Cluster(
+            cluster=ClusterSettings(
                 access="required", node_name=self.kubelet.api.node_name, extender=self.shape.extender
             ),
-            host=Host(
+            host=HostSettings(
                 state=str(folder / "state"),
                 run=str(folder / "run"),
                 cdi=str(folder / "cdi"),
@@ -143,7 +143,7 @@ class World:
                 sysfs=str(folder / "sys"),
                 cgroups=str(folder / "cgroup"),
             ),
-            health=Health(kernel_log=None, probe_seconds=4.0),
+            health=HealthSettings(kernel_log=None, probe_seconds=4.0),
             sampling=Sampling(interval_seconds=30.0),
         )
 

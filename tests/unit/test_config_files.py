@@ -13,6 +13,7 @@ from agent import settings
 from agent.settings import ConfigurationError, Settings
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
+SCHEDULER_FILES = sorted((CONFIG / "scheduler").glob("*.yaml"))
 EXAMPLES = sorted((CONFIG / "examples").glob("*.yaml"))
 
 
@@ -58,3 +59,24 @@ def test_there_are_examples_and_a_fault_in_one_would_show(tmp_path: Path) -> Non
     broken.write_text(EXAMPLES[0].read_text() + "\nunknownKey: 1\n")
     with pytest.raises(ConfigurationError, match="unknownKey"):
         settings.load(broken, {})
+
+
+@pytest.mark.parametrize("file", SCHEDULER_FILES, ids=lambda file: file.stem)
+def test_a_scheduler_file_has_a_profile_that_looks_at_all_nodes(file: Path) -> None:
+    found = yaml.safe_load(file.read_text())
+    assert (found["apiVersion"], found["kind"]) == (
+        "kubescheduler.config.k8s.io/v1",
+        "KubeSchedulerConfiguration",
+    )
+    # For all profiles at once it would cost pods without GPUs, too.
+    assert "percentageOfNodesToScore" not in found
+    assert found["profiles"] == [
+        {"schedulerName": "default-scheduler"},
+        {"schedulerName": "gpu-scheduler", "percentageOfNodesToScore": 100},
+    ]
+    # Extenders serve every profile.
+    assert all(each["filterVerb"] == "predicates" for each in found["extenders"])
+
+
+def test_there_are_scheduler_files() -> None:
+    assert {file.stem for file in SCHEDULER_FILES} == {"extender", "legacy-names", "proxied"}

@@ -1,7 +1,6 @@
-/* CUDA arrays: an estimate before the call, which the driver's own figure replaces after it. */
+/* CUDA arrays: an estimate, since the driver says what one needs only where its memory is mapped later
+ * (cuArrayGetMemoryRequirements: "not allocated with flag CUDA_ARRAY3D_DEFERRED_MAPPING": invalid value). */
 #include "caps.h"
-
-#include <string.h>
 
 /* Bytes of one channel of a format; where it is not known, the largest. Block-compressed formats have less than one
  * byte per texel and count as one. */
@@ -35,19 +34,6 @@ static bool has_memory(const CUDA_ARRAY3D_DESCRIPTOR *array) {
     return !(array->Flags & (CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING));
 }
 
-static uint64_t exact(enum gna_kind kind, uint64_t handle, uint64_t otherwise) {
-    CUDA_ARRAY_MEMORY_REQUIREMENTS needs;
-    CUdevice device;
-    CUresult result = REAL(cuCtxGetDevice)(&device);
-    memset(&needs, 0, sizeof(needs));
-    if (result == CUDA_SUCCESS && kind == GNA_ARRAY && gna_has(GNA_ID_cuArrayGetMemoryRequirements)) {
-        result = REAL(cuArrayGetMemoryRequirements)(&needs, (CUarray)(uintptr_t)handle, device);
-    } else if (result == CUDA_SUCCESS && gna_has(GNA_ID_cuMipmappedArrayGetMemoryRequirements)) {
-        result = REAL(cuMipmappedArrayGetMemoryRequirements)(&needs, (CUmipmappedArray)(uintptr_t)handle, device);
-    }
-    return result == CUDA_SUCCESS && needs.size > 0 ? needs.size : otherwise;
-}
-
 static CUresult destroy(enum gna_kind kind, uint64_t handle) {
     return kind == GNA_ARRAY ? REAL(cuArrayDestroy)((CUarray)(uintptr_t)handle)
                              : REAL(cuMipmappedArrayDestroy)((CUmipmappedArray)(uintptr_t)handle);
@@ -59,16 +45,9 @@ static CUresult settle(CUresult result, enum gna_kind kind, int record, uint64_t
         gna_discharge(GNA_ARRAY, record, charged);
         return result;
     }
-    uint64_t bytes = exact(kind, handle, charged);
-    if (bytes > charged && gna_charge(GNA_ARRAY, record, bytes) == CUDA_SUCCESS) {
-        gna_discharge(GNA_ARRAY, record, charged);
-        charged = bytes;
-    } else if (bytes > charged) {
-        result = CUDA_ERROR_OUT_OF_MEMORY;
-    }
     REAL(cuCtxGetCurrent)(&context);
     struct gna_entry entry = {.kind = kind, .key = handle, .bytes = charged, .record = record, .other = (uintptr_t)context};
-    if (result != CUDA_SUCCESS || !gna_put(&entry)) {
+    if (!gna_put(&entry)) {
         destroy(kind, handle);
         gna_discharge(GNA_ARRAY, record, charged);
         return CUDA_ERROR_OUT_OF_MEMORY;

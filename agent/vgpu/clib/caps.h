@@ -97,6 +97,7 @@ void gna_sweep(bool thorough); /* not more often than is good for all; thorough:
 uint64_t gna_now_ns(void);
 
 /* --- ledger.c --------------------------------------------------------------------------------------------- */
+bool gna_charge_present(int record, uint64_t bytes); /* what is there already, whatever the cap; false: not now */
 CUresult gna_reserve(int record, uint64_t bytes); /* CUDA_SUCCESS or CUDA_ERROR_OUT_OF_MEMORY */
 void gna_release(int record, uint64_t bytes);
 void gna_charged(int record, uint64_t *used, uint64_t *limit); /* of the container, what is unseen included */
@@ -112,6 +113,8 @@ CUresult gna_charge(enum gna_kind kind, int record, uint64_t bytes);
 void gna_discharge(enum gna_kind kind, int record, uint64_t bytes);
 int gna_record_of(CUdevice device); /* -1: this container holds no such GPU */
 CUresult gna_current_record(int *record);
+extern _Atomic bool gna_primary_known[];
+void gna_primary_adopt(CUdevice dev, int record); /* charge a primary context that no hook saw retained */
 int gna_location_record(const CUmemLocation *location, bool *on_device);
 void gna_small_forget(void);
 /* What was freed in the order of a stream is released where the stream has got there, or where its context is `gone`. */

@@ -2,6 +2,7 @@
 #include "caps.h"
 
 static struct gna_mutex primary_lock;
+_Atomic bool gna_primary_known[GNA_MAX_DEVICES]; /* by record: its primary context is in the table */
 
 static uint64_t price(int record) {
     struct gna_limit limit;
@@ -126,6 +127,31 @@ static CUresult retain(CUcontext *pctx, CUdevice dev) {
     return result;
 }
 
+/* NVIDIA's runtime retains the primary context by a private table of the driver, where no hook sees it. It is there
+ * already, so that it is charged whatever the cap: with the first call that needs it, and before that call's own memory. */
+void gna_primary_adopt(CUdevice dev, int record) {
+    struct gna_entry entry;
+    unsigned flags;
+    int active = 0;
+    CUcontext context;
+    gna_enter(&primary_lock);
+    bool known = gna_get(GNA_CONTEXT, primary_key(dev), &entry);
+    if (!known && REAL(cuDevicePrimaryCtxGetState)(dev, &flags, &active) == CUDA_SUCCESS && active &&
+        REAL(cuDevicePrimaryCtxRetain)(&context, dev) == CUDA_SUCCESS) {
+        REAL(cuDevicePrimaryCtxRelease)(dev); /* the handle was all that was wanted */
+        /* Retained once: by the runtime, which gives it back by the private table, too. */
+        entry = (struct gna_entry){.kind = GNA_CONTEXT, .key = primary_key(dev), .record = record, .bytes = price(record),
+                                   .count = 1, .other = (uintptr_t)context};
+        known = gna_charge_present(record, entry.bytes);
+        if (known) {
+            gna_put(&entry);
+            gna_context_charged(record, (int64_t)entry.bytes);
+        }
+    }
+    atomic_store_explicit(&gna_primary_known[record], known, memory_order_relaxed);
+    gna_leave(&primary_lock);
+}
+
 HOOK(cuDevicePrimaryCtxRetain)(CUcontext *pctx, CUdevice dev) {
     if (pctx == NULL) {
         return REAL(cuDevicePrimaryCtxRetain)(pctx, dev);
@@ -155,6 +181,9 @@ static void dropped(CUdevice dev, bool reset) {
         entry.count--;
         gna_put(&entry);
         return;
+    }
+    if (entry.record >= 0) {
+        atomic_store_explicit(&gna_primary_known[entry.record], false, memory_order_relaxed);
     }
     gna_context_gone((CUcontext)(uintptr_t)entry.other);
     gna_context_charged(entry.record, -(int64_t)entry.bytes);

@@ -74,7 +74,8 @@ struct gna_limit {
     uint32_t sampling;       /*  76  reserved */
     uint32_t flags;          /*  80  GNA_FLAG_* */
     uint32_t rivals;         /*  84  other processes at work on this GPU at a time, on average, in 1/256, and 1; 0: not known */
-    uint8_t reserved[20];    /*  88 */
+    uint64_t forgiven_bytes; /*  88  charged, and by the driver's measure not there: as if the cap were higher */
+    uint8_t reserved[12];    /*  96 */
     uint32_t crc;            /* 108  CRC-32 (that of zlib) of bytes 0 to 107 */
 };
 
@@ -161,7 +162,8 @@ struct gna_usage_device {
     uint64_t next_ns;        /* 256  CLOCK_MONOTONIC: when the share has caught up with all that was launched */
     uint64_t waits;          /* 264  launches that had to wait for it */
     uint64_t waited_ns;      /* 272  for how long, by threads */
-    uint8_t reserved_b[3816];
+    uint64_t unmeasured;     /* 280  processes that cannot measure launches, and let those go that they know nothing of */
+    uint8_t reserved_b[3808];
 };
 
 /* GNA_SLOT_LEFT: its process has ended, and another one still has memory open that it exported. */
@@ -225,6 +227,7 @@ GNA_SIZE(struct gna_usage_device, GNA_DEVICE_BYTES);
 GNA_AT(struct gna_usage_device, total, 128);
 GNA_AT(struct gna_usage_device, next_ns, 256);
 GNA_AT(struct gna_usage_device, waited_ns, 272);
+GNA_AT(struct gna_usage_device, unmeasured, 280);
 GNA_SIZE(struct gna_usage_slot, 384);
 GNA_AT(struct gna_usage_slot, unheld_ns, 48);
 GNA_AT(struct gna_usage_slot, exported, 56);

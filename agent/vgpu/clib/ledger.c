@@ -92,6 +92,7 @@ CUresult gna_reserve(int record, uint64_t bytes) {
     }
     uint64_t cap = limit.memory_bytes;
     if (cap != GNA_NO_LIMIT) {
+        cap += limit.forgiven_bytes; /* the agent forgives no more than the cap */
         cap = cap > limit.unseen_bytes ? cap - limit.unseen_bytes : 0;
     }
     int charged = try(record, bytes, cap, slot, false);
@@ -100,6 +101,11 @@ CUresult gna_reserve(int record, uint64_t bytes) {
         charged = try(record, bytes, cap, slot, true);
     }
     return charged == 1 ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+bool gna_charge_present(int record, uint64_t bytes) {
+    struct gna_usage_slot *slot = record < 0 ? NULL : gna_attach();
+    return slot != NULL && (bytes == 0 || try(record, bytes, GNA_NO_LIMIT, slot, false) == 1);
 }
 
 void gna_release(int record, uint64_t bytes) {
@@ -147,7 +153,8 @@ void gna_charged(int record, uint64_t *used, uint64_t *limit) {
     *limit = now.memory_bytes;
     *used = now.memory_bytes;
     if (device != NULL) {
-        *used = device->total + now.unseen_bytes;
+        uint64_t all = device->total + now.unseen_bytes;
+        *used = all > now.forgiven_bytes ? all - now.forgiven_bytes : 0;
         pthread_mutex_unlock(&device->lock);
     }
 }

@@ -30,6 +30,9 @@ CUresult gna_current_record(int *record) {
     CUresult result = REAL(cuCtxGetDevice)(&device);
     if (result == CUDA_SUCCESS) {
         *record = gna_record_of(device);
+        if (*record >= 0 && !atomic_load_explicit(&gna_primary_known[*record], memory_order_relaxed)) {
+            gna_primary_adopt(device, *record);
+        }
     }
     return result;
 }

@@ -8,7 +8,10 @@
 #define PLACES 4096u
 #define SAMPLES 64u
 #define UNKNOWN_NS 100000u
+#define HOPELESS 16u /* measurements in a row without one that came off: the driver gives no events */
 #define POLL 16u /* launches between two looks at what is finished */
+
+static _Atomic uint32_t failures; /* of measurements, in a row */
 
 struct gna_price {
     _Atomic(const void *) key;
@@ -85,8 +88,17 @@ struct gna_price *gna_price_of(const void *key) {
     return __builtin_expect(found != NULL, 1) ? found : insert(key);
 }
 
+/* Where nothing can be measured a guess holds nobody back: what is not known is free, and the agent says so. */
 uint64_t gna_price_ns(struct gna_price *price) {
-    return atomic_load_explicit(&price->ns, memory_order_relaxed);
+    bool is_free = atomic_load_explicit(&failures, memory_order_relaxed) >= HOPELESS && !atomic_load_explicit(&price->known, memory_order_relaxed);
+    return is_free ? 0 : atomic_load_explicit(&price->ns, memory_order_relaxed);
+}
+
+static bool measured(int record, CUresult result) {
+    if (result != CUDA_SUCCESS && atomic_fetch_add(&failures, 1) + 1 == HOPELESS) {
+        __atomic_fetch_add(&gna_usage->device[record].unmeasured, 1, __ATOMIC_RELAXED);
+    }
+    return result == CUDA_SUCCESS;
 }
 
 /* The lock is held. */
@@ -141,6 +153,7 @@ static void take_in(const struct gna_sample *sample, uint64_t nanoseconds) {
     if (sample->failed) {
         return;
     }
+    atomic_store_explicit(&failures, 0, memory_order_relaxed);
     if (sample->generation != price->generation) {
         gna_share_settle(sample->record, owed); /* of a graph that was changed since */
         return;
@@ -228,11 +241,11 @@ static struct gna_sample *begin(struct gna_price *price, const struct gna_turn *
     if (ring->used == SAMPLES) {
         return NULL;
     }
-    if (sample->begin == NULL && REAL(cuEventCreate)(&sample->begin, CU_EVENT_DEFAULT) != CUDA_SUCCESS) {
+    if (sample->begin == NULL && !measured(turn->record, REAL(cuEventCreate)(&sample->begin, CU_EVENT_DEFAULT))) {
         sample->begin = NULL;
         return NULL;
     }
-    if (sample->end == NULL && REAL(cuEventCreate)(&sample->end, CU_EVENT_DEFAULT) != CUDA_SUCCESS) {
+    if (sample->end == NULL && !measured(turn->record, REAL(cuEventCreate)(&sample->end, CU_EVENT_DEFAULT))) {
         sample->end = NULL;
         return NULL;
     }
@@ -280,7 +293,7 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, c
     gna_sampling_next(sampling, &price->readings, gna_price_ns(price), number, turn->at_ns);
     gna_leave(&lock);
     if (sample != NULL) { /* this thread's alone until gna_measure_end; without the lock: a full stream makes its caller wait */
-        sample->failed = REAL(cuEventRecord)(sample->begin, stream) != CUDA_SUCCESS;
+        sample->failed = !measured(turn->record, REAL(cuEventRecord)(sample->begin, stream));
     }
     if (is_relaxed) {
         REAL(cuThreadExchangeStreamCaptureMode)(&mode);
@@ -292,7 +305,7 @@ void gna_measure_end(struct gna_sample *sample, CUstream stream, bool launched) 
     gna_enter(&lock);
     CUevent end = sample->state == BEGUN ? sample->end : NULL;
     gna_leave(&lock);
-    bool is_recorded = end != NULL && REAL(cuEventRecord)(end, stream) == CUDA_SUCCESS;
+    bool is_recorded = end != NULL && measured(sample->record, REAL(cuEventRecord)(end, stream));
     gna_enter(&lock);
     if (sample->state == BEGUN && sample->end == end) { /* its context is not gone meanwhile */
         sample->failed = sample->failed || !is_recorded || !launched; /* nothing is read from it */

@@ -145,8 +145,8 @@ kubelet:
   devicePlugins: {{ .Values.kubelet.devicePlugins | quote }}
 driver:
   root: {{ include "gna.driverRoot" . | quote }}
-{{- if ne (include "gna.hostRoot" .) "/" }}
-  devRoot: {{ include "gna.hostRoot" . | quote }}
+{{- if or .Values.driver.devRoot (ne (include "gna.hostRoot" .) "/") }}
+  devRoot: {{ include "gna.devRoot" . | quote }}
 {{- end }}
 {{- if .Values.simulator.enabled }}
 simulator:
@@ -158,8 +158,13 @@ injection:
   driverRoot: /driver-root
   {{- end }}
   hostDriverRoot: {{ include "gna.hostRoot" . | quote }}
-{{- if include "gna.cgroups" . }}
+  {{- if (include "gna.preset" . | fromYaml).plain }}
+  deviceNodes: true
+  driverMount: {{ include "gna.hostRoot" . | quote }}
+  {{- end }}
 host:
+  state: {{ include "gna.state" . | quote }}
+{{- if include "gna.cgroups" . }}
   cgroups: /host-cgroups
 {{- end }}
 {{- if include "gna.resizes" . }}

@@ -85,7 +85,7 @@ seccompProfile:
 - name: pod-resources
   mountPath: {{ .Values.kubelet.root }}/pod-resources
 - name: state
-  mountPath: /var/lib/gpu-node-agent
+  mountPath: {{ include "gna.state" . }}
 - name: run
   mountPath: /run/gpu-node-agent
   {{- if .Values.mps.enabled }}
@@ -147,7 +147,7 @@ seccompProfile:
 - name: pod-resources
   hostPath: {path: {{ printf "%s/pod-resources" .Values.kubelet.root | quote }}, type: Directory}
 - name: state
-  hostPath: {path: /var/lib/gpu-node-agent, type: DirectoryOrCreate}
+  hostPath: {path: {{ include "gna.state" . | quote }}, type: DirectoryOrCreate}
 - name: run
   hostPath: {path: /run/gpu-node-agent, type: DirectoryOrCreate}
 - name: cdi

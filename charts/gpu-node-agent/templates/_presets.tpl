@@ -1,6 +1,8 @@
 {{- /*
 Where the agent's own NVML comes from, by kind of cluster. What a value says goes before its preset.
-source: runtime or host; hostRoot: the driver root on the host; runtimeClass: of the agent's pods.
+source: runtime or host; hostRoot: the driver root on the host; runtimeClass: of the agent's pods; devRoot: where the host has
+its device nodes, where that is not the driver root; state: a folder whose files the host may execute; plain: containers get nodes and
+driver by mounts where they cannot by CDI, since no runtime of NVIDIA's is there.
 */ -}}
 {{- define "gna.presets" -}}
 toolkit: {source: runtime, hostRoot: /, runtimeClass: "", meaning: "NVIDIA's container runtime is the nodes' default one"}
@@ -8,7 +10,7 @@ runtimeclass: {source: runtime, hostRoot: /, runtimeClass: nvidia, meaning: "NVI
 k3s: {source: runtime, hostRoot: /, runtimeClass: nvidia, meaning: "k3s and RKE2 make RuntimeClass nvidia by themselves"}
 operator: {source: runtime, hostRoot: /run/nvidia/driver, runtimeClass: nvidia, meaning: "NVIDIA's GPU operator with its driver container"}
 aks: {source: runtime, hostRoot: /, runtimeClass: "", meaning: "AKS, whose GPU nodes have NVIDIA's runtime as the default one"}
-gke: {source: host, hostRoot: /home/kubernetes/bin/nvidia, runtimeClass: "", quota: true, meaning: "GKE with Google's driver installer"}
+gke: {source: host, hostRoot: /home/kubernetes/bin/nvidia, devRoot: /, state: /home/kubernetes/bin/gpu-node-agent, plain: true, runtimeClass: "", quota: true, meaning: "GKE with Google's driver installer"}
 openshift: {source: host, hostRoot: /run/nvidia/driver, runtimeClass: "", openshift: true, meaning: "OpenShift with NVIDIA's GPU operator"}
 bottlerocket: {source: runtime, hostRoot: /, runtimeClass: "", meaning: "Bottlerocket, whose runtime takes devices from a mount"}
 host: {source: host, hostRoot: /, runtimeClass: "", meaning: "the host's own driver, mounted; the agent is privileged"}
@@ -55,6 +57,16 @@ host: {source: host, hostRoot: /, runtimeClass: "", meaning: "the host's own dri
 
 {{- define "gna.hostRoot" -}}
 {{ default (include "gna.preset" . | fromYaml).hostRoot .Values.driver.hostRoot }}
+{{- end -}}
+
+{{- /* On the host: a driver container has device nodes below its root, a plain node has them in /dev. */ -}}
+{{- define "gna.devRoot" -}}
+{{ coalesce .Values.driver.devRoot (include "gna.preset" . | fromYaml).devRoot (include "gna.hostRoot" .) }}
+{{- end -}}
+
+{{- /* On the host and in the agent's container, by one name: runtimes execute and mount what lies there. */ -}}
+{{- define "gna.state" -}}
+{{ coalesce .Values.host.state (include "gna.preset" . | fromYaml).state "/var/lib/gpu-node-agent" }}
 {{- end -}}
 
 {{- /* Of the agent's pods; the host's driver and simulated GPUs need none. */ -}}

@@ -10,6 +10,15 @@
 {{- if and $v.simulator.enabled $v.mps.enabled -}}
 {{- fail "simulator.enabled and mps.enabled are both true, and there is no simulated MPS on a node: set one of them to false" -}}
 {{- end -}}
+{{- range $block, $keys := .Files.Get "files/config-keys.yaml" | fromYaml -}}
+{{- $given := $block | empty | ternary $v (get $v $block) -}}
+{{- $path := $block | empty | ternary "" (printf "%s." $block) -}}
+{{- range $key := $keys -}}
+{{- if hasKey $given $key -}}
+{{- fail (printf "%s%s is a key of the agent's configuration: set config.%s%s" $path $key $path $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if hasKey $v.config "https" -}}
 {{- fail "config.https must fit the mounts and monitors, so the chart sets it: use metrics.access instead" -}}
 {{- end -}}
@@ -27,7 +36,8 @@
 {{- range $block, $keys := dict "kubelet" (list "root" "devicePlugins") "driver" (list "root" "devRoot") "host" (list "state" "run" "cdi" "cgroups" "sysfs") "cluster" (list "nodeName" "kubeconfig") -}}
 {{- range $key := $keys -}}
 {{- if hasKey (dig $block dict $v.config) $key -}}
-{{- fail (printf "config.%s.%s must fit the mounts of the DaemonSet, so the chart sets it: use the values driver and kubelet" $block $key) -}}
+{{- $value := get (dict "kubelet.root" "kubelet.root" "kubelet.devicePlugins" "kubelet.devicePlugins" "driver.root" "driver.hostRoot" "driver.devRoot" "driver.devRoot" "host.state" "host.state") (printf "%s.%s" $block $key) -}}
+{{- fail (printf "config.%s.%s must fit the mounts of the DaemonSet, so the chart sets it: %s" $block $key ($value | empty | ternary "take it out" (printf "use the value %s" $value))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -21,7 +21,7 @@ from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.machine import SimulatedMachine
 from agent.telemetry.page import MetricsPage
 from agent.telemetry.reading import Sources
-from agent.web.server import Request
+from agent.web.server import HttpRequest
 from tests.bench.agent import BenchAgent
 from tests.bench.conditions import Conditions, short_folder
 from tests.bench.figures.scrape import HEADERS
@@ -154,7 +154,7 @@ async def _longest_gap(sources: Sources) -> float:
     async with anyio.create_task_group() as group:
         group.start_soon(tick)
         await anyio.sleep(0.005)
-        await page.reply(Request("/metrics", headers=HEADERS))
+        await page.reply(HttpRequest("/metrics", headers=HEADERS))
         done = True
     return longest * 1000
 

@@ -7,7 +7,7 @@ import aiohttp
 import anyio.to_thread
 
 from agent.model.fragmentation import USUAL
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 from tests.bench import arrivals
 from tests.bench.conditions import Conditions
 from tests.bench.large_cluster import extender, pod, populate, post, ready, resident_mib
@@ -31,7 +31,7 @@ async def filled(_: Conditions) -> Mapping[str, Taken]:
     """The default policy, memory share = core share, arrivals only."""
 
     def runs() -> list[arrivals.Filled]:
-        return [arrivals.fill(NODES_FILLED, Policy.FRAGMENTATION, seed) for seed in range(SEEDS)]
+        return [arrivals.fill(NODES_FILLED, PlacementPolicy.FRAGMENTATION, seed) for seed in range(SEEDS)]
 
     ends = await anyio.to_thread.run_sync(runs)
     pods = sum(end.pods for end in ends)

@@ -16,7 +16,7 @@ SCRAPES = 20
 
 
 @measurement(
-    Figure("resident_memory_mib", "MiB", 50, f"RSS by smaps_rollup after {CALLS} Allocate and some scrapes"),
+    Figure("resident_memory_mib", "MiB", 55, f"RSS by smaps_rollup after {CALLS} Allocate and some scrapes"),
     Figure("resident_memory_peak_mib", "MiB", 70, "the most RSS from the start until then"),
 )
 async def resident_memory(conditions: Conditions) -> Mapping[str, Taken]:

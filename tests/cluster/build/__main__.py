@@ -1,13 +1,31 @@
-"""`python -m tests.cluster.build`: build what the test cluster lacks, with progress lines."""
+"""`python -m tests.cluster.build`: build what the tests of the cluster lack, with progress lines."""
 
 import sys
 import time
 
-from tests.cluster.build import BuildError, build_parts, missing_parts, release_tools
+from tests.cluster.build import BuildError, agent_image, build_parts, cache, missing_parts, release_tools
+from tests.cluster.build.container_toolkit import toolkit_family
+
+PROGRAMS = (release_tools.REGISTRY, release_tools.ACTIONLINT)
+"""Programs that only the tests of releases need."""
+PROGRAM_MINUTES = 2
+
+
+def missing() -> list[str]:
+    """Parts to be built, each with the minutes that it takes on two cores that do nothing else."""
+    found = missing_parts()
+    found += [
+        f"{family.label} (about {PROGRAM_MINUTES} min, once)"
+        for family in (*PROGRAMS, toolkit_family())
+        if not cache.is_built(family.label, family.key())
+    ]
+    if not agent_image.is_built():
+        found.append("the agent's image (about 1 min, after each change of the agent)")
+    return found
 
 
 def main() -> int:
-    """Return 0 when every part is there, 1 (with the reason on standard error) when one cannot be had."""
+    """Return 0 when all is there, 1 (with the reason on standard error) when something cannot be had."""
     started = time.monotonic()
 
     def report(line: str) -> None:
@@ -15,11 +33,11 @@ def main() -> int:
         sys.stdout.flush()
 
     try:
-        if missing := missing_parts():
-            report(f"to build first: {', '.join(missing)}")
+        report(f"to build first: {', '.join(missing()) or 'nothing'}")
         build_parts(report)
-        for family in (release_tools.REGISTRY, release_tools.ACTIONLINT):
+        for family in PROGRAMS:
             release_tools.program(family, report)
+        agent_image.build(report)
     except BuildError as error:
         sys.stderr.write(f"test cluster: {error}\n")
         return 1

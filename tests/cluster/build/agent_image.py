@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import build_version
 from clib import build_library as clib
 from clib import wheels as clib_wheels
 from tests.cluster.build import base_image, cache, debian, emulation
@@ -41,24 +42,25 @@ FILES = (
 FOLDERS = ("agent", ".ci/clib")
 
 
-def build(report: Report, architecture: str = "") -> Path:
-    """The archive, built when the sources have changed. Raises BuildError.
+def build(report: Report, architecture: str = "", version: str = "") -> Path:
+    """The archive, built when sources or version have changed. Raises BuildError.
 
-    `architecture` is Debian's name of a processor; empty: the machine's own.
+    `architecture` is Debian's name of a processor; empty: the machine's own. `version` is what its program
+    says; empty: what is written, so that tests build it again for other sources only.
     """
     own = emulation.own_architecture()
     wanted = architecture or own
     foreign = "" if wanted == own else wanted
     debian.ensure(TOOLS, report)
     base = base_image.base(report, wanted)
-    key = _key(base, foreign)
+    key = _key(wanted, foreign, version)
     family = f"agent-image{'-' + foreign if foreign else ''}"
 
     def fill(into: Path) -> None:
         context = into / "context"
         _prepare(context, foreign, report)
         with emulation.emulated(wanted, report):
-            _build(context, base, into, wanted, report)
+            _build(context, base, into, wanted, version, report)
         shutil.rmtree(context)
 
     for stale in cache.cache_root().glob(f"{family}-{'[0-9a-f]' * 12}"):
@@ -75,8 +77,13 @@ def _sources() -> list[Path]:
     )
 
 
-def _key(base: Path, foreign: str) -> str:
-    recipe = f"{base.name} {toolkit_family(foreign).key()}"
+def is_built() -> bool:
+    """Whether the cache has the image of these sources, for the machine's own processor."""
+    return cache.is_built("agent-image", _key(emulation.own_architecture(), "", ""))
+
+
+def _key(architecture: str, foreign: str, version: str) -> str:
+    recipe = f"{'-'.join(base_image.place(architecture))} {toolkit_family(foreign).key()} {version}"
     digest = hashlib.sha256(recipe.encode() + Path(__file__).read_bytes())
     for path in _sources():
         digest.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes() + b"\0")
@@ -110,7 +117,7 @@ def _prepare(context: Path, foreign: str, report: Report) -> None:
         raise BuildError(f"building the enforcement library: {error}") from error
 
 
-def _build(context: Path, base: Path, into: Path, architecture: str, report: Report) -> None:
+def _build(context: Path, base: Path, into: Path, architecture: str, version: str, report: Report) -> None:
     # vfs and chroot: neither overlay mounts nor namespaces are asked of the machine.
     with tempfile.TemporaryDirectory(prefix="gna-buildah-", dir="/var/tmp") as scratch:
         storage = [f"--root={scratch}/root", f"--runroot={scratch}/run", "--storage-driver=vfs"]
@@ -128,6 +135,7 @@ def _build(context: Path, base: Path, into: Path, architecture: str, report: Rep
             "--pull-never",
             "--squash",
             f"--build-arg=BUILD_BASE=localhost/{name}",
+            f"--build-arg=VERSION={version}",
             f"--tag={IMAGE}",
             str(context),
         ]
@@ -142,15 +150,17 @@ def main(arguments: list[str]) -> int:
         known = "|".join(emulation.ARCHITECTURES)
         sys.stderr.write(f"usage: python -m tests.cluster.build.agent_image FILE [{known}]\n")
         return 2
+    version = build_version.package(REPOSITORY)
+    architecture = arguments[1] if arguments[1:] else ""
     try:
-        built = build(lambda line: print(line, file=sys.stderr, flush=True), *arguments[1:])
+        built = build(lambda line: print(line, file=sys.stderr, flush=True), architecture, version)
     except BuildError as error:
         sys.stderr.write(f"image: {error}\n")
         return 1
     target = Path(arguments[0])
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy2(built, target)
-    print(f"{target}: {IMAGE}, {target.stat().st_size / 1e6:.1f} MB packed")
+    print(f"{target}: {IMAGE} {version}, {target.stat().st_size / 1e6:.1f} MB packed")
     return 0
 
 

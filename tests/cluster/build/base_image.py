@@ -34,9 +34,15 @@ def base(report: Report, architecture: str) -> Path:
         _pack(root, into / f"{NAME}.tar")
         shutil.rmtree(root)
 
+    return cache.folder(*place(architecture), fill, report)
+
+
+def place(architecture: str) -> tuple[str, str]:
+    """Family and key in the cache."""
+    foreign = architecture != emulation.own_architecture()
     recipe = (SUITE, *INCLUDED, *([architecture] if foreign else []))
     key = hashlib.sha256(" ".join(recipe).encode()).hexdigest()[:12]
-    return cache.folder(f"agent-debootstrap{'-' + architecture if foreign else ''}", key, fill, report)
+    return f"agent-debootstrap{'-' + architecture if foreign else ''}", key
 
 
 def _pack(root: Path, archive: Path) -> None:

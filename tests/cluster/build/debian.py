@@ -20,8 +20,8 @@ def ensure(needs: Mapping[str, str], report: Report) -> None:
     names, packages = ", ".join(sorted(missing)), sorted(set(missing.values()))
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         raise BuildError(
-            f"the test cluster needs {names}: install the packages {' '.join(packages)} (or run this as root "
-            "on Debian, where they are installed for you)"
+            f"missing on this machine: {names}; install the packages {' '.join(packages)} (or run this as "
+            "root on Debian, where they are installed for you)"
         )
     report(f"installing {' '.join(packages)} (missing: {names})")
     env = {"DEBIAN_FRONTEND": "noninteractive"}

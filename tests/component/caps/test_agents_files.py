@@ -98,6 +98,11 @@ async def test_a_cap_of_the_agent_holds_and_follows_a_resize(
         key, msgspec.structs.replace(about, memory_bytes=CAP + 3 * VGPU.block_bytes, grown=grown.grown)
     )
     assert await anyio.to_thread.run_sync(fill, program) == VGPU.block_bytes - 64 * MIB
+    # What is charged and not there does not.
+    await anyio.to_thread.run_sync(partial(later.folders.change, key, forgiven_bytes=32 * MIB))
+    assert await anyio.to_thread.run_sync(program, "memory()") == [32 * MIB, CAP + 3 * VGPU.block_bytes]
+    assert await anyio.to_thread.run_sync(fill, program) == 32 * MIB
+    assert await anyio.to_thread.run_sync(program, "memory()") == [0, CAP + 3 * VGPU.block_bytes]
 
 
 @pytest.mark.timeout(600)

@@ -30,15 +30,16 @@ def out_pitch():
     check("cuMemAllocPitch_v2", ctypes.byref(address), ctypes.byref(pitch), size(65536), size(1024), 4)
     return address.value
 """
-FITS = (1024 - 300) // 64
 
 
+@pytest.mark.parametrize("context", [138, 418])  # the double's own size is that of the containers here
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_cap_holds_to_the_byte(
-    kind: str, container: MakeContainer, machine: CudaMachine, programs: Programs
+    kind: str, context: int, container: MakeContainer, machine: CudaMachine, programs: Programs
 ) -> None:
-    made = container(1024)
-    program = programs(made, PITCH, "init()", f"count = {FITS}")
+    made = container(1024, context=context)
+    machine.state.devices[0].context_bytes = context * MIB
+    program = programs(made, PITCH, "init()", f"count = {(1024 - context) // 64}")
     program(CLASSES[kind])
     assert machine.used() == made.charged()
     assert 1024 * MIB - 64 * MIB < machine.used() <= 1024 * MIB
@@ -273,3 +274,41 @@ def test_modules_cost_what_they_cost(
     # A library is loaded later, and nobody knows what it will take.
     program("library = out('cuLibraryLoadData', b'image', None, None, 0, None, None, 0)")
     assert made.charged() == (context + 2) * MIB
+
+
+def test_context_that_the_runtime_retained_counts(
+    machine: CudaMachine, container: MakeContainer, programs: Programs
+) -> None:
+    """NVIDIA's runtime retains the primary context by a private table, past every hook."""
+    held = container(1024, context=300)
+    app = programs(held, "check('cuInit', 0)", "check('cuCtxSetCurrent', u64(runtime_context()))")
+    assert held.charged() == 0, "no call has needed it yet"
+    assert app("memory()") == [724 * MIB, 1024 * MIB]
+    app("alloc(100)")
+    assert held.charged() == machine.used() == 400 * MIB
+    assert app("call('cuMemAlloc_v2', ctypes.byref(u64()), size(700 * MIB))") == 2
+    # A library that retains it by its name and gives it back changes nothing.
+    app("out('cuDevicePrimaryCtxRetain', 0)", "check('cuDevicePrimaryCtxRelease_v2', 0)", "alloc(1)")
+    assert held.charged() == machine.used() == 402 * MIB
+
+
+def test_context_of_the_runtime_above_the_cap_is_told_and_refuses_what_follows(
+    container: MakeContainer, programs: Programs
+) -> None:
+    held = container(200, context=300)
+    app = programs(held, "check('cuInit', 0)", "check('cuCtxSetCurrent', u64(runtime_context()))")
+    assert app("memory()") == [0, 200 * MIB]
+    assert held.charged() == 300 * MIB
+    assert app("call('cuMemAlloc_v2', ctypes.byref(u64()), size(MIB))") == 2
+
+
+def test_context_retained_by_name_and_by_table_is_charged_once(
+    machine: CudaMachine, container: MakeContainer, programs: Programs
+) -> None:
+    held = container(1024, context=300)
+    app = programs(held, "init()", "runtime_context()", "alloc(64)")
+    assert held.charged() == machine.used() == 364 * MIB
+    # Given back by its name, it is still the runtime's: charged again by what comes next.
+    app("check('cuDevicePrimaryCtxRelease_v2', 0)", "alloc(64)")
+    assert machine.used() == 428 * MIB
+    assert held.charged() >= 364 * MIB

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.component.caps import tier
-from tests.gpu import escapes, filling, test_escapes, test_limits, test_memory
+from tests.gpu import escapes, filling, test_assumptions, test_escapes, test_limits, test_memory
 from tests.gpu.rig import Rig
 
 Test = Callable[[Rig], Awaitable[None]]
@@ -19,7 +19,7 @@ PARAMETERS: dict[str, tuple[str, Iterable[str]]] = {
 }
 PLAIN = {
     name: test
-    for module in (test_limits, test_escapes, test_memory)
+    for module in (test_assumptions, test_limits, test_escapes, test_memory)
     for name, test in vars(module).items()
     if name.startswith("test_") and callable(test)
 }
@@ -48,4 +48,4 @@ async def test_on_the_double(name: str, rig: Rig) -> None:
 
 
 def test_the_tier_has_tests() -> None:
-    assert len(PLAIN) == 11
+    assert len(PLAIN) == 15

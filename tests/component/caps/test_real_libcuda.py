@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from clib.headers import entry_points
+from clib.headers import PACKAGES, entry_points
 from clib.rules import rules
-from tests.component.caps.conftest import MakeContainer
-from tests.cuda_binaries import driver_library
+from tests.component.caps.conftest import MakeContainer, Programs
+from tests.cuda_binaries import cudart, driver_library
 from tests.cuda_double.program import Program, program
 from tests.mps_binaries import SUITES
 
@@ -37,6 +37,80 @@ def _asking(driver: Path, environment: dict[str, str]) -> Iterator[Program]:
     with program(driver, environment) as started:
         started(ASK, "import json; call('cuInit', 0)")
         yield started
+
+
+# Where the runtime keeps what it found, and where the mapped files lie.
+LOOK = """
+import struct
+
+def holdings(name):
+    lines = [line.split() for line in open('/proc/self/maps')]
+    found, after = set(), 0
+    with open('/proc/self/mem', 'rb') as memory:
+        for span, rights, _, _, _, *path in lines:
+            start, end = (int(each, 16) for each in span.split('-'))
+            path = ' '.join(path)
+            own = path.endswith(name)
+            if rights.startswith('rw') and (own or (not path and start == after)):
+                memory.seek(start)
+                found |= {word for (word,) in struct.iter_unpack('<Q', memory.read(end - start))}
+            after = end if own or (not path and start == after) else 0
+    return found
+"""
+# Private tables that NVIDIA's runtime asks for, with their bytes; then one that it is refused.
+TABLES = {
+    "6bd5fb6c5bf4e74a8987d93912fd9df9": 96,
+    "a094798c2e742e7493f20800200c0a66": 56,
+    "42d85a8123f6cb478298f6e78a3aecdc": 24,
+}
+REFUSED = "f8cff95121468b4eb9e2fb469e7c0dd9"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("release", PACKAGES)
+def test_real_cudart_holds_hooks(release: str, container: MakeContainer) -> None:
+    """Of the entry points that NVIDIA's runtime takes from NVIDIA's driver, it gets the library's hooks.
+
+    How far both go without a GPU: the runtime looks for every function, then hears that there is no device,
+    or that driver 550 is too old for it.
+    """
+    ends = 35 if release == "13" else 100  # cudaErrorInsufficientDriver, cudaErrorNoDevice
+    driver, runtime = driver_library("550"), cudart(release)
+    hooked = [rule.entry for rule in rules(entry_points("13")) if rule.hook]
+    points = [(each.symbol, each.base, each.version, each.stream) for each in hooked]
+    with _asking(driver, container().environment) as app:
+        app(LOOK, "import struct")
+        app("own = ctypes.CDLL(os.environ['LD_PRELOAD'])", f"cudart = ctypes.CDLL({str(runtime)!r})")
+        assert app("cudart.cudaGetDeviceCount(ctypes.byref(u64()))") == ends
+        app(f"kept = holdings({runtime.name!r})", f"points = {points!r}")
+        app("hooks = {ctypes.cast(getattr(own, point[0]), ctypes.c_void_p).value for point in points}")
+        held: int = app("len(kept & hooks)")
+    with _asking(driver, {}) as bare:
+        bare(LOOK, "import struct", f"cudart = ctypes.CDLL({str(runtime)!r})")
+        assert bare("cudart.cudaGetDeviceCount(ctypes.byref(u64()))") == ends
+        bare(f"kept = holdings({runtime.name!r})", f"answers = asked({points!r})")
+        plain: int = bare("len(kept & {one for given, _ in answers for one in given if one})")
+    # As many as it finds hookable functions of the driver where nobody stands between.
+    assert held == plain > 100
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("major", SUITES)
+def test_private_tables_are_those_of_the_driver(major: str, programs: Programs) -> None:
+    ask = f"""
+def lengths():
+    found = []
+    for name in {list(TABLES)!r}:
+        table = out('cuGetExportTable', bytes.fromhex(name))
+        found.append(ctypes.cast(table, ctypes.POINTER(ctypes.c_uint64))[0])
+    return found + [call('cuGetExportTable', ctypes.byref(u64()), bytes.fromhex({REFUSED!r}))]
+"""
+    with program(driver_library(major), {}) as real:
+        answers = real(ask, "lengths()")
+    double = programs(None)(ask, "lengths()")
+    if major == "535":  # its table of the runtime is one entry shorter
+        answers[0] += 8
+    assert answers == double == [*TABLES.values(), 1]
 
 
 @pytest.mark.timeout(600)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.model.gpu import Gpu
-from agent.nvml.binding import Binding
+from agent.nvml.binding import NvmlBinding
 from agent.simulator.machine import SimulatedMachine
 from tests.component.caps.conftest import CACHE
 from tests.cuda_double import layout
@@ -27,9 +27,9 @@ class Doubles:
     machine: CudaMachine
     nvml: Path
 
-    def binding(self) -> Binding:
+    def binding(self) -> NvmlBinding:
         """NVML's, not opened yet."""
-        return Binding(self.nvml)
+        return NvmlBinding(self.nvml)
 
 
 def doubles(

@@ -10,7 +10,7 @@ from clib.headers import EntryPoint, entry_points
 from tests.component.cuda_double.conftest import CACHE
 from tests.cuda_double.build import build
 from tests.cuda_double.machine import CudaMachine
-from tests.cuda_double.program import program
+from tests.cuda_double.program import ProgramError, program
 
 PER_THREAD = 2
 
@@ -147,15 +147,18 @@ def test_a_file_of_one_release_is_refused_by_another(tmp_path: Path) -> None:
         assert app("call('cuInit', 0)") == 100, "CUDA_ERROR_NO_DEVICE"
 
 
-def test_the_export_table_allocates(tmp_path: Path) -> None:
+def test_the_runtimes_table_retains_a_context_unseen(tmp_path: Path) -> None:
     machine = CudaMachine.create(tmp_path / "state")
     with program(build(CACHE), machine.environment) as app:
-        app("init()", "table = out('cuGetExportTable', b'0123456789abcdef')")
-        app(
-            "words = ctypes.cast(table, ctypes.POINTER(ctypes.c_uint64))",
-            "allocate = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)(words[1])",
-        )
-        assert app("words[0]") == 24
-        assert app("allocate(ctypes.addressof(u64()), 4 << 20)") == 0
+        app("check('cuInit', 0)", "check('cuCtxSetCurrent', u64(runtime_context()))", "alloc(4)")
         assert machine.used() == (300 + 4) << 20
-        assert machine.calls("cuMemAlloc_v2") == 0, "nobody saw a call"
+        assert machine.calls("cuDevicePrimaryCtxRetain") == 0, "nobody saw a call"
+
+
+def test_nothing_is_made_up_of_private_tables(tmp_path: Path) -> None:
+    machine = CudaMachine.create(tmp_path / "state")
+    for command in ("out('cuGetExportTable', b'0123456789abcdef')", "runtime_context(entry=3)"):
+        with program(build(CACHE), machine.environment) as app:
+            app("check('cuInit', 0)")
+            with pytest.raises(ProgramError, match="ended with -6"):
+                app(command)

@@ -151,11 +151,23 @@ UNSAFE = (
     "    launch(kernel, stream)\n"
     "    mode = ctypes.c_int({mode})\n"
     "    check('cuThreadExchangeStreamCaptureMode', ctypes.byref(mode))\n"
-    "    query = call('cuEventQuery', u64(done))\n"
-    "    return query, call('cuStreamEndCapture', u64(stream), ctypes.byref(graph))"
+    "    answer = call({call})\n"
+    "    return answer, call('cuStreamEndCapture', u64(stream), ctypes.byref(graph))"
 )
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "'cuEventQuery', u64(done)",
+        "'cuEventSynchronize', u64(done)",
+        "'cuMemAlloc_v2', ctypes.byref(u64()), size(MIB)",
+        "'cuMemAllocManaged', ctypes.byref(u64()), size(MIB), 1",
+        "'cuCtxSynchronize'",
+    ],
+)
 @pytest.mark.parametrize(("mode", "answers"), [(0, [900, 901]), (2, [0, 0])])
-def test_a_capture_breaks_by_calls_that_it_forbids(site: Site, mode: int, answers: list[int]) -> None:
-    assert together(site.programs(1), UNSAFE.format(mode=mode)) == [answers]
+def test_a_capture_breaks_by_calls_that_it_forbids(
+    site: Site, call: str, mode: int, answers: list[int]
+) -> None:
+    assert together(site.programs(1), UNSAFE.format(mode=mode, call=call)) == [answers]

@@ -7,8 +7,8 @@ import pytest
 
 from agent.extender.free_capacity import PodClaim
 from agent.extender.handlers import Verbs
-from agent.extender.ledger_sync import DEAD_WATCH_SECONDS
 from agent.extender.pod_demand import PodDemand
+from agent.extender.times import DEAD_WATCH_SECONDS
 from tests.component.extender.api import ClusterApi, gpus
 from tests.component.extender.replicas import Scheduler, leader
 
@@ -87,6 +87,7 @@ async def test_choices_that_expired_are_a_counter() -> None:
         fleet = scheduler.extender.fleet
         assert fleet is not None
         fleet.assume("never-bound", "a", PodClaim(PodDemand()), anyio.current_time())
+        api.pod("another", 1, 1, "a")  # the watch lives, and does not show it
         with anyio.fail_after(10):
             while (await figures(scheduler))["expired_choices_total"] != 1:
                 await anyio.sleep(0.1)

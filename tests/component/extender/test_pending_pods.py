@@ -181,3 +181,16 @@ async def test_thousands_of_one_tenant_s_pods_keep_nobody_from_an_event(
         assert before < 50, "the other namespace has its turn with the first looks"
         # All of the crowd have theirs, too, though the first are due again long before.
         await until(lambda: len(api.events) == 101)
+
+
+async def test_nodes_that_may_have_gpus_by_another_door_do_not_hide_the_reason() -> None:
+    api = ClusterApi()
+    api.node("plain")  # for filter it may have a DRA driver; kube-scheduler has found that it has not
+    api.node("a", *gpus(1))
+    pod = waits(api, "p", 1)
+    pod["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "1"}
+    api.update(pod)
+    async with api.serving(), leader(api) as scheduler:
+        await until(lambda: said(api, "p"))
+        assert said(api, "p")[0].startswith("no node offers nvidia.com/gpu; ")
+        assert (await scheduler.filter(pod, ["plain"]))["NodeNames"] == ["plain"]

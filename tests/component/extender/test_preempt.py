@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import anyio
+
 from agent.model.demand import VGPU
 from agent.model.placement import HINT
 from tests.component.extender.api import ClusterApi, Object, gpus
@@ -45,6 +47,28 @@ async def test_victims_whose_gpus_are_not_needed_are_given_back_from_the_most_im
         assert await scheduler.preempt(wants, {"a": ["no-gpu", "large-0", "small-1"]}) == {
             "a": ["no-gpu", "large-0"]
         }
+
+
+async def test_a_victim_that_repels_other_pods_is_not_given_back() -> None:
+    api = two_full_gpus()
+    terms = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "train"}}}]
+    for name, kind in (
+        ("small-0", "requiredDuringSchedulingIgnoredDuringExecution"),
+        ("small-1", "preferredDuringSchedulingIgnoredDuringExecution"),
+    ):
+        api.pods[name]["spec"]["affinity"] = {"podAntiAffinity": {kind: terms}}
+    async with api.serving(), leader(api) as scheduler:
+        wants = api.pod("wants", 50, 16, labels={"app": "train"})
+        # Without small-0 the pod could not come, wherever its GPUs are: large-1 would be evicted in vain.
+        assert await scheduler.preempt(wants, {"a": ["large-1", "small-0", "small-1"]}) == {
+            "a": ["large-1", "small-0"]
+        }
+        api.end("large-1")
+        with anyio.fail_after(5):
+            while await scheduler.preempt(wants, {"a": ["small-1"]}):
+                await anyio.sleep(0.02)
+        # The GPUs are free by now; what repels the pod still has to go.
+        assert await scheduler.preempt(wants, {"a": ["small-0"]}) == {"a": ["small-0"]}
 
 
 async def test_where_cpu_may_be_the_reason_every_victim_goes() -> None:

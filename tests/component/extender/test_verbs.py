@@ -264,6 +264,35 @@ async def test_inventories_that_cannot_be_read_are_judged_by_totals_and_told() -
         assert "gpu_agent_extender_nodes_bad_inventory 1.0" in page
 
 
+async def test_dra_nodes_pass() -> None:
+    api = ClusterApi()
+    api.node("dra")  # no plugin, so no allocatable: a ResourceSlice, which kube-scheduler has judged
+    units: dict[str, Any] = {"nvidia.com/gpu": 2}
+    api.node("plugin", **units)
+    api.node("ours", *gpus(1))
+    api.node("broken", text='{"v":9,"gpus":[]}')
+    async with api.serving(), leader(api) as scheduler:
+        held, pod = (api.pod(name, 1, 1) for name in ("held", "pod"))
+        for each in (held, pod):
+            each["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "2"}
+        assert (await scheduler.filter(held, ["dra", "plugin"]))["NodeNames"] == ["dra", "plugin"]
+        assert await scheduler.bind(held, "plugin") == ""
+        answer = await scheduler.filter(pod, ["dra", "plugin", "ours", "broken"])
+        assert answer["NodeNames"] == ["dra"]
+        assert answer["FailedNodes"] == {
+            "plugin": "0 of 2 nvidia.com/gpu free by totals (no inventory)",
+            "ours": "no GPU offered as pgpu",
+            "broken": "0 of 2 nvidia.com/gpu free by totals (no inventory)",
+        }
+        async with api.client() as client:
+            lines = await explain(client, "ns", "pod")
+        assert "  1 x no nvidia.com/gpu offered, unless a DRA driver serves it (dra)" in lines
+        assert await scheduler.bind(pod, "dra") == ""
+        assert api.bindings[-1]["metadata"]["annotations"] == {}
+        # Shares are served by no other door: a node without them is refused.
+        assert (await scheduler.filter(api.pod("share", 60, 10), ["dra"]))["NodeNames"] == []
+
+
 async def test_the_kubelets_records_win_over_what_a_tenant_wrote() -> None:
     api = ClusterApi()
     api.node("a", *gpus(2))

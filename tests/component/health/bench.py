@@ -24,7 +24,7 @@ from agent.kit.supervise import Supervisor
 from agent.kubelet.podresources import PodResources
 from agent.model.health import HealthState
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.nvml.binding import Binding
+from agent.nvml.binding import NvmlBinding
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine
@@ -66,7 +66,7 @@ class Face:
 
     def nvml(self, machine: SimulatedMachine) -> NvmlPort:
         """NVML of the newest machine."""
-        return SimulatedNvml(machine) if self.library is None else Binding(self.library)
+        return SimulatedNvml(machine) if self.library is None else NvmlBinding(self.library)
 
 
 FACE = Face()

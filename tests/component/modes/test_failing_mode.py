@@ -12,7 +12,7 @@ import anyio
 
 from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.node import NodeObject
-from agent.cluster.own_node import Amounts, Condition
+from agent.cluster.own_node import Amounts, OwnCondition
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
@@ -69,13 +69,13 @@ class ReportedNode(ClusterNode):
         super().__init__(node, EventRecorder(api, "n"))
         self._api = api
         self.events: Counter[str] = Counter()
-        self._there: Condition | None = None
+        self._there: OwnCondition | None = None
 
     async def write_condition(self, kind: str, status: str, reason: str, message: str, changed: str) -> None:
         self._api.count()
-        self._there = Condition(status, reason, message, changed)
+        self._there = OwnCondition(status, reason, message, changed)
 
-    def condition(self, kind: str) -> Condition | None:
+    def condition(self, kind: str) -> OwnCondition | None:
         return self._there
 
     def event(self, reason: str, message: str, warning: bool) -> None:

@@ -30,6 +30,12 @@ def by_gpu(metric: str, values: str, gpu: Labels = G0, **labels: str) -> Documen
     return series(f"gpu_agent_{metric}", values, **gpu, **labels)
 
 
+def xid(number: str, kind: str) -> Document:
+    return series(
+        "gpu_agent_gpu_last_xid_timestamp_seconds", "_x5 300x60", **G0, xid=number, **{"class": kind}
+    )
+
+
 def container(pod: str, figure: str, values: str, mode: str = "vgpu") -> Document:
     labels = {**G0, "namespace": "a", "pod": pod, "container": "main", "mode": mode}
     graded = {"attribution": "measured"} if "used" in figure or "utilization" in figure else {}
@@ -80,15 +86,61 @@ def _agent_gone() -> Case:
     )
 
 
+def _idle() -> Case:
+    """Pod idle holds two GPUs for nothing, over an agent's restart; busy works a bit, share has a share."""
+    inputs: list[Document] = []
+    for pod, gpu, limit, use in (
+        ("idle", "G0", 1, 0.0),
+        ("idle", "G1", 1, 0.009),
+        ("busy", "G2", 1, 0.02),
+        ("share", "G3", 0.5, 0.0),
+    ):
+        labels = {"node": "n", "gpu": gpu, "index": gpu[1:]}
+        box = {**labels, "namespace": "a", "pod": pod, "container": "main", "mode": "pgpu"}
+        for name, value, of in (
+            ("container_core_limit_ratio", limit, box),
+            ("gpu_utilization_mean_ratio", use, labels),
+        ):
+            inputs.append(series(f"gpu_agent_{name}", f"{value}x200 stale", **of, instance="1"))
+            inputs.append(series(f"gpu_agent_{name}", f"_x203 {value}x300", **of, instance="2"))
+    return Case(inputs, {350: [], 365: one({"node": "n", "namespace": "a", "pod": "idle"}, value="2")})
+
+
+def not_asked(room: str, asked: str) -> Sequence[Document]:
+    """Pod p waits for 80 cores of `room`; the extender is well, and was asked so often."""
+    pod = {"namespace": "a", "pod": "p"}
+    return [
+        series("kube_pod_container_resource_requests", "80x90", **pod, container="c", resource=CORE),
+        series("kube_pod_status_phase", "1x90", **pod, phase="Pending"),
+        series("kube_pod_status_scheduled", "1x60 0x30", **pod, condition="false"),
+        series("kube_node_status_allocatable", room, node="n", resource=CORE),
+        series("gpu_agent_extender_ready", "1x90"),
+        series("gpu_agent_extender_requests_total", asked, verb="filter", result="ok"),
+    ]
+
+
 CASES: dict[str, Case] = {
     "GPUUnhealthy": Case(
         [*restarted("gpu_agent_gpu_healthy", 0, OLD, **G0, **NEW), by_gpu("gpu_healthy", "1x60", G1)],
         {0: [], 9: one(G0), 14: one(G0), 50: one(G0)},
     ),
     "GPUXid": Case(
-        [by_gpu("gpu_last_xid_timestamp_seconds", "_x5 300x60", xid="79")],
-        {4: [], 6: one({**G0, "xid": "79"}), 16: []},
+        [
+            xid("79", "hardware"),
+            by_gpu("gpu_last_xid_timestamp_seconds", "_x5 300x60", G1, xid="48"),  # of an older agent
+            xid("31", "application"),
+            xid("63", "informational"),
+        ],
+        {4: [], 6: one({**G0, "xid": "79"}, {**G1, "xid": "48"}), 16: []},
     ),
+    "GPUApplicationXid": Case(
+        [
+            xid("31", "application"),
+            xid("79", "hardware"),
+        ],
+        {4: [], 6: one({**G0, "xid": "31"}), 16: []},
+    ),
+    "GPUIdle": _idle(),
     "GPUUncorrectableMemoryErrors": Case(
         [
             by_gpu("gpu_ecc_errors_total", "0x5 1x60", type="uncorrected"),
@@ -246,6 +298,10 @@ CASES: dict[str, Case] = {
             for code, values in (("200", "0+9x60"), ("503", "0x5 1+1x20 21x30"))
         ],
         {8: [], 14: one({"verb": "bind", "code": "503"}), 40: []},
+    ),
+    # In the end the pod is bound.
+    "GPUExtenderNotAsked": Case(
+        not_asked("800x90", "100x90"), {8: [], 20: one({}, value="1"), 59: one({}, value="1"), 65: []}
     ),
     "GPUExtenderWatchStale": Case(
         [

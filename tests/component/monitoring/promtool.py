@@ -54,11 +54,13 @@ def restarted(metric: str, value: float, before: Labels = NO_LABELS, /, **labels
     yield series(metric, f"_x12 {value!r}x120", **labels, instance="10.0.0.2:9446", job="second")
 
 
-def check(folder: Path, test: Document, rules: Sequence[Path] = tuple(queries.RULES)) -> None:
+def check(
+    folder: Path, test: Document, rules: Sequence[Path] = tuple(queries.RULES), every: str = "1m"
+) -> None:
     """Have promtool run one unit test of the rules. AssertionError with its words."""
     unit = {
         "rule_files": [str(path) for path in rules],
-        "evaluation_interval": "1m",
+        "evaluation_interval": every,
         "group_eval_order": list(ORDER),
         "tests": [{"interval": "1m", **test}],
     }

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.component.monitoring import queries
-from tests.component.monitoring.alert_cases import CASES
+from tests.component.monitoring.alert_cases import CASES, CORE, G0, G1, container, not_asked
 from tests.component.monitoring.promtool import ORDER, check, fires, promtool, rule_of, series
 
 
@@ -85,3 +85,101 @@ def test_a_restart_of_kube_state_metrics_hides_no_agent_that_is_gone(tmp_path: P
 def test_the_names_of_the_groups_are_what_the_tests_order_them_by() -> None:
     groups = {group["name"] for path in queries.RULES for group in yaml.safe_load(path.read_text())["groups"]}
     assert groups == set(ORDER)
+
+
+@pytest.mark.parametrize(
+    ("room", "asked"), [("79x90", "100x90"), ("800x90", "0+1x90")], ids=["no room", "it is asked"]
+)
+def test_pods_that_wait_for_room_or_are_asked_about_are_no_fault_of_the_way_to_the_extender(
+    tmp_path: Path, room: str, asked: str
+) -> None:
+    alert = "GPUExtenderNotAsked"
+    tests = [fires(minute, alert) for minute in (15, 30, 59)]
+    check(tmp_path, {"input_series": list(not_asked(room, asked)), "alert_rule_test": tests}, needed(alert))
+
+
+def test_unreachable_extender_raises_an_alert(tmp_path: Path) -> None:
+    """As the old rules saw it, too: that pods wait came to light after half an hour, and blamed the nodes."""
+    firing = [fires(20, "GPUExtenderNotAsked", [({}, "1")]), fires(20, "GPUDemandUnsatisfied")]
+    check(tmp_path, {"input_series": list(not_asked("800x90", "100x90")), "alert_rule_test": firing})
+
+
+def test_idle_gpus_raise_an_alert(tmp_path: Path) -> None:
+    inputs = []
+    for number in range(8):
+        gpu = {"node": "n", "gpu": f"G{number}", "index": str(number)}
+        box = {**gpu, "namespace": "a", "pod": "idle", "container": "main", "mode": "pgpu"}
+        inputs += [
+            series("gpu_agent_gpu_utilization_mean_ratio", "0x370", **gpu),
+            series("gpu_agent_container_core_limit_ratio", "1x370", **box),
+        ]
+    firing = [({"node": "n", "namespace": "a", "pod": "idle"}, "8")]
+    tests = [fires(355, "GPUIdle"), fires(365, "GPUIdle", firing)]
+    check(tmp_path, {"input_series": inputs, "alert_rule_test": tests}, needed("GPUIdle"))
+
+
+def test_estimates_feed_nothing(tmp_path: Path) -> None:
+    """A container that ends badly at its limit, by an estimate: it may be its neighbour's memory."""
+    share = {**G1, "namespace": "a", "pod": "guess", "container": "main", "mode": "vgpu"}
+    guess = {**share, "attribution": "estimated"}
+    inputs = [
+        series("gpu_agent_container_memory_limit_bytes", "100x90", **share),
+        series("gpu_agent_container_core_limit_ratio", "0.5x90", **share),
+        series("gpu_agent_container_memory_used_bytes", "99x90", **guess),
+        series("gpu_agent_container_memory_used_max_bytes", "99x90", **guess),
+        series("gpu_agent_container_utilization_ratio", "0.5x90", **guess),
+        series("gpu_agent_container_utilization_mean_ratio", "0.5x90", **guess),
+        series("gpu_agent_container_utilization_max_ratio", "0.5x90", **guess),
+        series(
+            "kube_pod_container_status_restarts_total",
+            "0x20 1x70",
+            namespace="a",
+            pod="guess",
+            container="main",
+        ),
+    ]
+    inputs.append(series("gpu_agent_extender_ready", "1x90"))
+    fed = '{__name__=~"(pod|namespace|namespace_month|namespace_resource):.*(_used|utilization).*"}'
+    quiet = [{"expr": expr, "eval_time": "30m", "exp_samples": []} for expr in (fed, "ALERTS")]
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": quiet})
+
+
+def test_quiet_week_raises_nothing(tmp_path: Path) -> None:
+    """Idle nights, a gated pod, an estimate at its limit, a notice of the driver, an agent that restarts."""
+    day = "0x299 0.8x1139"
+    week = " ".join([day] * 7)
+    always = "x10079"
+    gated = {"namespace": "a", "pod": "gated"}
+    share = {**G1, "namespace": "a", "pod": "guess", "container": "main", "mode": "vgpu"}
+    inputs = [
+        series("gpu_agent_gpu_utilization_mean_ratio", week, **G0),
+        series("gpu_agent_gpu_utilization_max_ratio", week, **G0),
+        container("works", "core_limit_ratio", f"1{always}", "pgpu"),
+        series("gpu_agent_gpu_healthy", f"1{always}", **G0),
+        series("gpu_agent_ready", "1x5000 stale", node="n", instance="1"),
+        series("gpu_agent_ready", "_x5003 1x5076", node="n", instance="2"),
+        series("kube_node_info", f"1{always}", node="n"),
+        series(
+            "gpu_agent_gpu_last_xid_timestamp_seconds",
+            "_x100 6000x9979",
+            **G0,
+            xid="63",
+            **{"class": "informational"},
+        ),
+        series("gpu_agent_container_memory_used_max_bytes", f"99{always}", **share, attribution="estimated"),
+        series("gpu_agent_container_memory_limit_bytes", f"100{always}", **share),
+        series("kube_pod_container_resource_requests", f"4{always}", **gated, container="c", resource=CORE),
+        series("kube_node_status_allocatable", f"800{always}", node="n", resource=CORE),
+        series("kube_pod_status_phase", f"1{always}", **gated, phase="Pending"),
+        series("kube_pod_status_scheduled", f"1{always}", **gated, condition="false"),
+        series("kube_pod_status_unschedulable", f"1{always}", **gated),
+        series("scheduler_pending_pods", f"1{always}", queue="gated"),
+        series("gpu_agent_extender_ready", f"1{always}"),
+        series("gpu_agent_extender_requests_total", f"7{always}", verb="filter", result="ok"),
+    ]
+    fired = {
+        "expr": 'count_over_time(ALERTS{alertstate="firing"}[7d])',
+        "eval_time": "10079m",
+        "exp_samples": [],
+    }
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": [fired]}, every="30m")

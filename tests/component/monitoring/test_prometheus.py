@@ -22,7 +22,7 @@ from agent.simulator import events
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.status import client
 from agent.web.control import NAME
-from agent.web.server import HttpServer, Reply, Request
+from agent.web.server import HttpRequest, HttpServer, Reply
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.component.monitoring import queries
 from tests.component.monitoring.prometheus import Prometheus, prometheus
@@ -131,7 +131,7 @@ async def page_of(text: str) -> AsyncIterator[int]:
     """Serve this page of metrics on loopback; the port."""
     server = HttpServer("127.0.0.1", 0)
 
-    async def reply(_: Request) -> Reply:
+    async def reply(_: HttpRequest) -> Reply:
         return Reply.text(text)
 
     server.add_route("/metrics", reply)

@@ -121,6 +121,7 @@ EVERYWHERE: dict[str, dict[str, float]] = {
     "resource:gpu_demand:sum": {'{resource="tencent_com_vcuda_core"}': 155},
     "resource:gpu_demand:max1d": {'{resource="tencent_com_vcuda_core"}': 155},
     "resource:gpu_demand_unsatisfied:sum": {'{resource="tencent_com_vcuda_core"}': 80},
+    "cluster:gpu_pods_waiting:count": {"": 1},
 }
 # Totals by minute; a minute without the agent is not charged, while the mean of its use reaches over it.
 TOTALS: dict[str, dict[int, dict[str, float]]] = {
@@ -155,7 +156,7 @@ def of_the_agent() -> Iterator[Document]:
             yield from restarted(
                 f"gpu_agent_container_{figure}",
                 value,
-                dict.fromkeys(graded, "estimated"),
+                {},
                 node="n",
                 gpu=gpu,
                 index=GPUS[gpu],

@@ -12,10 +12,10 @@ from aiohttp import web
 
 from agent.cluster.reviews import ACCESS, TOKENS, Reviews
 from agent.kit.supervise import FatalError
-from agent.telemetry.access import PATH, REVIEW_SECONDS, Admission
+from agent.telemetry.access import PATH, REVIEW_SECONDS, ScraperAdmission
 from agent.web import certificates
 from agent.web.certificates import Certificates, Files
-from agent.web.server import HttpServer, Reply, Request
+from agent.web.server import HttpRequest, HttpServer, Reply
 from tests.cluster.pki import Authority
 from tests.component.cluster.server import FakeApi, client, status
 
@@ -51,12 +51,12 @@ async def serving(api: FakeApi, files: Files) -> AsyncIterator[tuple[str, Certif
     """The address of a page behind the API server's word."""
     held = await anyio.to_thread.run_sync(Certificates, files, "no remedy")
 
-    async def page(_: Request) -> Reply:
+    async def page(_: HttpRequest) -> Reply:
         return Reply.text("figures of pods")
 
     async with api.serving(), client(api.url) as connected, anyio.create_task_group() as group:
         server = HttpServer("127.0.0.1", 0, held.context)
-        admission = Admission(Reviews(connected, PATH, REVIEW_SECONDS).review, anyio.current_time)
+        admission = ScraperAdmission(Reviews(connected, PATH, REVIEW_SECONDS).review, anyio.current_time)
         server.add_route("/metrics", admission.guarded(page))
         port = await group.start(server.serve)
         group.start_soon(held.follow)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import anyio
 import anyio.to_thread
@@ -24,6 +25,7 @@ from agent.mps.control_commands import Survey
 from agent.mps.directories import Directories
 from agent.mps.shm_sweep import Swept, sweep
 from agent.mps.upkeep import Upkeep
+from agent.nvml.port import NvmlPort
 from agent.settings import load
 from tests.component.mps.keeping import OPTIONS, UUID, Modes
 from tests.component.mps.pods import NOBODY, Container
@@ -245,7 +247,9 @@ def test_logs_that_were_left_mounted_are_removed_by_the_clean_up(run_folder: Pat
     folders.remove()
     places = {"kubelet.root": "kubelet", "host.state": "state", "host.cdi": "cdi"}
     words = [f"host.run={run_folder}", *(f"{key}={tmp_path}/{name}" for key, name in places.items())]
-    this_node.remove_files(load(None, {}, [*words, "cluster.access=off"]))
+    settings = load(None, {}, [*words, "cluster.access=off"])
+    anyio.run(this_node.leave_modes, settings, cast("NvmlPort", None))  # no daemon is there to ask NVML for
+    this_node.remove_files(settings)
     assert not list(run_folder.iterdir())
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.nvml.binding import Binding
+from agent.nvml.binding import NvmlBinding
 from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 from agent.simulator.machine import SimulatedMachine
@@ -25,7 +25,7 @@ class Faces:
     """One machine, seen by the real binding over the C library, and by the Python face."""
 
     machine: SimulatedMachine
-    real: Binding
+    real: NvmlBinding
     python: SimulatedNvml
 
     def agree(self, method: str, *args: object) -> object:
@@ -58,7 +58,7 @@ def faces(
     machine = SimulatedMachine.create(getattr(request, "param", "dgx-h200"), path)
     monkeypatch.setenv(STATE_VARIABLE, str(path))
     sysfs = machine.write_sysfs(tmp_path / "sys")
-    faces = Faces(machine, Binding(nvml_library, sysfs=sysfs), SimulatedNvml(machine))
+    faces = Faces(machine, NvmlBinding(nvml_library, sysfs=sysfs), SimulatedNvml(machine))
     faces.agree("open")
     yield faces
     machine.clear_faults()

@@ -119,10 +119,10 @@ def test_counters_are_left_out_when_not_configured(faces: Faces) -> None:
 
 def test_mean_use_of_processes() -> None:
     samples = [(7, 100, 50), (7, 200, 100), (8, 300, 4000), (9, 10, 77)]
-    assert mean_use(samples, 50) == (((7, 0.75), (8, 1.0)), 300)
-    assert mean_use(samples, 300) == ((), 0)
+    assert mean_use(samples, 50) == (((7, 0.75), (8, 1.0)), 300, ((100, 200), (300,)))
+    assert mean_use(samples, 300) == ((), 0, ())
     # After a clock was set back, entries of before it lie in the future.
-    assert mean_use(samples, 50, 250) == (((7, 0.75),), 200)
+    assert mean_use(samples, 50, 250) == (((7, 0.75),), 200, ((100, 200),))
 
 
 def _sicknesses(machine: SimulatedMachine, seeded: random.Random) -> list[Callable[[], object]]:

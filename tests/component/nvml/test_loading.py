@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[3]
 PROLOGUE = """
 import shutil, sys
 from pathlib import Path
-from agent.nvml.binding import Binding
+from agent.nvml.binding import NvmlBinding
 from agent.nvml.nvml_errors import *
 library, folder = Path(sys.argv[1]), Path(sys.argv[2])
 def refused(binding):
@@ -56,7 +56,7 @@ def test_a_library_that_appears_later(nvml_library: Path, in_a_process: InAProce
         nvml_library,
         """
 path = folder / "libnvidia-ml.so.1"
-binding = Binding(path)
+binding = NvmlBinding(path)
 for _ in range(2):
     error = refused(binding)
     assert isinstance(error, NvmlLibraryMissing) and str(path) in str(error), error
@@ -71,7 +71,7 @@ def test_a_driver_root_that_is_mounted_later(nvml_library: Path, in_a_process: I
     in_a_process(
         nvml_library,
         """
-binding = Binding(roots=(folder / "driver",))
+binding = NvmlBinding(roots=(folder / "driver",))
 error = refused(binding)
 assert isinstance(error, NvmlLibraryMissing) and "mount its root" in str(error), error
 target = folder / "driver/usr/lib64"
@@ -93,7 +93,7 @@ link = root / "libnvidia-ml.so.1"
 for version in ("535", "580"):
     shutil.copy(library, root / f"libnvidia-ml.so.{version}")
 link.symlink_to("libnvidia-ml.so.535")
-binding = Binding(roots=(folder,))
+binding = NvmlBinding(roots=(folder,))
 binding.open()
 binding.close()
 link.unlink()
@@ -124,7 +124,7 @@ def test_an_old_driver_without_the_newer_functions(in_a_process: InAProcess) -> 
     in_a_process(
         build(without=without),
         """
-binding = Binding(library)
+binding = NvmlBinding(library)
 binding.open()
 gpus = [binding.describe(index) for index in range(binding.count())]
 assert [gpu.minor for gpu in gpus] == [0, 1, 2, 3]
@@ -148,7 +148,7 @@ def test_a_driver_without_the_older_temperature(in_a_process: InAProcess) -> Non
     in_a_process(
         build(without=["nvmlDeviceGetTemperature"]),
         """
-binding = Binding(library)
+binding = NvmlBinding(library)
 binding.open()
 assert binding.sample(binding.describe(0).uuid).temperature_celsius == 28
 """,
@@ -160,11 +160,11 @@ def test_a_state_of_another_build_is_refused(nvml_library: Path, tmp_path: Path)
     InAProcess(tmp_path)(
         nvml_library,
         """
-assert refused(Binding(library)).code == NvmlCode.UNKNOWN
+assert refused(NvmlBinding(library)).code == NvmlCode.UNKNOWN
 (folder / "machine").write_bytes(b"short")
-assert refused(Binding(library)).code == NvmlCode.UNKNOWN
+assert refused(NvmlBinding(library)).code == NvmlCode.UNKNOWN
 (folder / "machine").unlink()
-assert refused(Binding(library)).code == NvmlCode.DRIVER_NOT_LOADED
+assert refused(NvmlBinding(library)).code == NvmlCode.DRIVER_NOT_LOADED
 """,
     )
 

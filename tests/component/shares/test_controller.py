@@ -8,6 +8,7 @@ import pytest
 from agent.vgpu import layout
 from tests.component.caps.container import Container
 from tests.component.shares.conftest import Site, hold
+from tests.cuda_double.layout import FaultAction
 from tests.cuda_double.timed import kernels
 
 MS = 1_000_000
@@ -156,6 +157,32 @@ def test_one_stream_is_not_looked_at(site: Site) -> None:
     program("timed(work)")
     launches = site.machine.launches(program.pid)
     assert site.machine.calls("cuEventRecord") < launches
+
+
+UNMEASURED = """
+def work():
+    kernel, begun = function(b'work_1us'), now()
+    for _ in range(3000): launch(kernel)
+    check('cuCtxSynchronize')
+    return now() - begun
+"""
+
+
+@pytest.mark.parametrize("refused", ["cuEventCreate", "cuEventRecord"])
+def test_a_share_that_cannot_be_measured_holds_nobody_back(site: Site, refused: str) -> None:
+    """Held to the guess of 0.1 ms for each launch they would take 3 s of the GPU."""
+    container = site.container(10)
+    program = site.program(container)
+    site.machine.inject(refused, FaultAction.FAIL)
+    program(UNMEASURED)
+    assert program("timed(work)") < 1500
+    assert usage(container).unmeasured == 1
+    # Measured again it is held again.
+    site.machine.clear_faults()
+    program(LOOP.format(until=5000, end="return now()"))
+    before = site.machine.busy_ns(program.pid)
+    began = program("timed(work)")
+    assert site.machine.busy_ns(program.pid) - before < 0.2 * began * MS
 
 
 def test_a_launch_that_fails_is_not_paid_for(site: Site) -> None:

@@ -16,8 +16,8 @@ from agent.model.pod import ContainerSpec, ContainerStatus, Pod, PodSpec, PodSta
 from agent.mps.pods import pod_facts
 from agent.nvml.port import GpuProcess, Sample
 from agent.pairing.cluster_pods import ClusterPods
-from agent.telemetry.attribution import Grade, attribute
-from agent.telemetry.shares import Share
+from agent.telemetry.attribution import Attribution, attribute
+from agent.telemetry.shares import ContainerShare
 from tests.unit.mps.test_clients import ID, Scene, uid
 
 VICTIM, FORGER = uid(1), uid(2)
@@ -75,7 +75,7 @@ async def test_forged_config_hash_changes_nothing(owners: list[OwnerReference], 
     # What it uses of its GPU stays its own.
     known = _known_pods(before)()
     shares = [
-        Share(namespace, pod, "main", "GPU-1", 0, Mode.MPS, 0.5, 1024 * MIB)
+        ContainerShare(namespace, pod, "main", "GPU-1", 0, Mode.MPS, 0.5, 1024 * MIB)
         for namespace, pod in (("team-a", "training"), ("team-b", "sleep"))
     ]
     sample = Sample(0.25, None, 700 * MIB, 80 << 30, None, None, processes=(GpuProcess(101, 700 * MIB),))
@@ -85,4 +85,4 @@ async def test_forged_config_hash_changes_nothing(owners: list[OwnerReference], 
         ("training", 700 * MIB, 0.25),
         ("sleep", 0, 0.0),
     ]
-    assert found.uses[0].memory_grade is Grade.MEASURED
+    assert found.uses[0].memory_grade is Attribution.MEASURED

@@ -9,7 +9,7 @@ from agent.app.wings import WINGS
 from agent.injection.inject import NodeSoftware
 from agent.model.modes import OFFERED_MODES, Mode
 from agent.modes.wing import Wing
-from agent.settings import Cluster, Host, Kubelet, Settings
+from agent.settings import ClusterSettings, HostSettings, Kubelet, Settings
 from tests.wing_node import wing_node
 
 ROOMS = {each.__module__.split(".")[1] for each in WINGS}
@@ -49,9 +49,11 @@ def test_the_agent_is_three_wings() -> None:
 
 async def test_each_wing_brings_its_resources(tmp_path: Path) -> None:
     settings = Settings(
-        cluster=Cluster(access="off"),
+        cluster=ClusterSettings(access="off"),
         kubelet=Kubelet(root=str(tmp_path / "kubelet")),
-        host=Host(state=str(tmp_path / "state"), run=str(tmp_path / "run"), cdi=str(tmp_path / "cdi")),
+        host=HostSettings(
+            state=str(tmp_path / "state"), run=str(tmp_path / "run"), cdi=str(tmp_path / "cdi")
+        ),
     )
     node = wing_node(settings)
     wings = {each.mode: await each.build(node) for each in WINGS}

@@ -18,7 +18,7 @@ from tests.bench.registry import Figure, Measurement, Taken, percentile
 SKELETON = {
     "start_to_sockets_ready_ms": 600,
     "start_to_registered_real_kubelet_ms": None,
-    "resident_memory_mib": 50,
+    "resident_memory_mib": 55,
     "resident_memory_peak_mib": 70,
     "idle_cpu_percent": 0.5,
     "allocate_p50_ms": 1.5,

@@ -3,10 +3,12 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
+import msgspec
 import pytest
 
 from agent.cleanup import this_node
@@ -15,7 +17,9 @@ from agent.cleanup.this_node import forget_node
 from agent.cli.main import main
 from agent.cluster.api import KubeApi
 from agent.kit.lock import exclusive
+from agent.mps import leaving
 from agent.node.taint import EFFECT, TAINT
+from agent.nvml.port import NvmlPort
 from agent.settings import Settings, load
 
 
@@ -38,6 +42,12 @@ def settings(tmp_path: Path) -> Settings:
     )
 
 
+def cleaned(settings: Settings, users: AbstractSet[str] = frozenset()) -> bool:
+    """Whether all was removed. No daemon is there, so that NVML is not asked."""
+    anyio.run(this_node.leave_modes, settings, cast("NvmlPort", None))
+    return this_node.remove_files(settings, users)
+
+
 def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     ours = (
         "kubelet/plugins_registry/gna-nvidia.com-gpu.sock",
@@ -57,11 +67,43 @@ def test_only_our_files_go(settings: Settings, tmp_path: Path) -> None:
     for name in (*ours, *foreign):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    this_node.remove_files(settings)
+    cleaned(settings)
     assert [name for name in ours if (tmp_path / name).exists()] == []
     assert [name for name in foreign if not (tmp_path / name).exists()] == []
     assert list((tmp_path / "run").iterdir()) == []
-    this_node.remove_files(settings)
+    cleaned(settings)
+
+
+def test_nothing_is_left_of_a_killed_agent_and_of_daemons_in_a_driver_root(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """Drafts in the shared CDI folder, and the folders on which daemons had theirs; the driver's own stay."""
+    driver = tmp_path / "driver"
+    points = driver / (tmp_path / "run").relative_to("/")
+    (points / "mps" / "GPU-1").mkdir(parents=True)
+    (driver / "usr" / "lib").mkdir(parents=True)
+    (tmp_path / "cdi" / ".gpu-node-agent-x1").touch()
+    (tmp_path / "cdi" / ".other").touch()
+    there = msgspec.structs.replace(
+        settings, driver=msgspec.structs.replace(settings.driver, root=str(driver))
+    )
+    leaving.remove_files(there)
+    assert this_node.remove_files(there)
+    assert [each.name for each in (tmp_path / "cdi").iterdir()] == [".other"]
+    assert not points.exists()
+    assert (driver / "usr" / "lib").is_dir()
+
+
+def test_files_of_others_in_a_driver_root_stay(settings: Settings, tmp_path: Path) -> None:
+    points = tmp_path / "driver" / (tmp_path / "run").relative_to("/")
+    (points / "mps").mkdir(parents=True)
+    (points / "somebody").touch()
+    there = msgspec.structs.replace(
+        settings, driver=msgspec.structs.replace(settings.driver, root=str(tmp_path / "driver"))
+    )
+    leaving.remove_files(there)
+    assert this_node.remove_files(there)
+    assert [each.name for each in points.iterdir()] == ["somebody"]
 
 
 def test_what_running_containers_name_stays(settings: Settings, tmp_path: Path, logs: Any) -> None:
@@ -69,12 +111,12 @@ def test_what_running_containers_name_stays(settings: Settings, tmp_path: Path, 
     for name in (*named, "state/verdicts.json", "cdi/gpu-node-agent.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert not this_node.remove_files(settings, {"team/training"})
+    assert not cleaned(settings, {"team/training"})
     assert all((tmp_path / name).exists() for name in named)
     assert not (tmp_path / "state/verdicts.json").exists()
     assert not (tmp_path / "cdi/gpu-node-agent.json").exists()
     assert [(each["event"], each["pods"]) for each in logs] == [("gpu_specification_kept", "team/training")]
-    assert this_node.remove_files(settings)
+    assert cleaned(settings)
     assert not any((tmp_path / name).exists() for name in named)
 
 
@@ -84,15 +126,15 @@ def test_what_vgpu_containers_have_mounted_stays(settings: Settings, tmp_path: P
     for name in mounted:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert not this_node.remove_files(settings, {"team/training"})
+    assert not cleaned(settings, {"team/training"})
     assert all((tmp_path / name).exists() for name in mounted)
-    assert this_node.remove_files(settings)
+    assert cleaned(settings)
     assert not any((tmp_path / name).exists() for name in mounted)
 
 
 def test_holders_without_our_specification_keep_nothing(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "state/bin").mkdir()
-    assert this_node.remove_files(settings, {"team/training"})
+    assert cleaned(settings, {"team/training"})
     assert not (tmp_path / "state/bin").exists()
 
 

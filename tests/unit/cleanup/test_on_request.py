@@ -27,7 +27,7 @@ from agent.cleanup.request import (
     taking_back,
 )
 from agent.cluster.api import ApiUnavailable, KubeApi
-from agent.cluster.node import Node, NodeObject
+from agent.cluster.node import ApiNode, NodeObject
 from agent.model.metadata import Metadata
 from agent.settings import Settings
 
@@ -45,7 +45,7 @@ class OwnNode(NodeObject):
         self.publish()
 
     def publish(self) -> None:
-        made = Node(Metadata(name="node1", uid="u", annotations=dict(self.annotations)))
+        made = ApiNode(Metadata(name="node1", uid="u", annotations=dict(self.annotations)))
         self.reflector.items.publish(MappingProxyType({"u": made}))
 
     def set(self, annotations: Any) -> None:
@@ -90,7 +90,7 @@ def obstacles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Obstacles]:
     async def forget(*_: object, **__: object) -> None: ...
 
     monkeypatch.setattr(node_files, "refuse_holders", made.look)
-    monkeypatch.setattr(node_files, "stop_daemons", made.stop)
+    monkeypatch.setattr(node_files, "leave_modes", made.stop)
     monkeypatch.setattr(node_files, "remove_files", lambda *_: True)
     monkeypatch.setattr(node_files, "forget_node", forget)
     monkeypatch.setattr(on_request, "RETRY_SECONDS", 0.01)

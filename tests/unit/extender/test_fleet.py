@@ -1,5 +1,7 @@
 """The cluster-wide ledger: what it answers, in which words, and that it believes the right source."""
 
+import math
+
 import pytest
 
 from agent.extender.fleet import UNKNOWN_NODE, BoundPod, Fleet, LedgerNode
@@ -8,7 +10,7 @@ from agent.extender.pod_demand import WHOLE_GPU, Chosen, PodDemand, pod_demand
 from agent.model.demand import MPS, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 from agent.model.pod import Container
 from tests.pods import a_pod
 
@@ -46,7 +48,7 @@ def bound(made: Fleet, uid: str, demand: PodDemand, chosen: Chosen | None) -> No
 def test_containers_of_a_pod_may_lie_on_different_gpus() -> None:
     made = fleet(gpus(2))
     bound(made, "a", asks((60, 10)), ((0,),))
-    found = made.pick("n", asks((60, 10), (40, 10)), Policy.BINPACK)
+    found = made.pick("n", asks((60, 10), (40, 10)), PlacementPolicy.BINPACK)
     assert found is not None
     assert found.chosen == ((1,), (0,))
 
@@ -57,7 +59,7 @@ def test_the_search_goes_back_where_the_first_choice_leaves_no_room() -> None:
     bound(made, "a", asks((50, 1)), ((0,),))
     bound(made, "b", asks((1, 250)), ((1,),))
     demand = asks((50, 10), (40, 300))
-    found = made.pick("n", demand, Policy.BINPACK)
+    found = made.pick("n", demand, PlacementPolicy.BINPACK)
     assert found is not None
     assert found.chosen == ((1,), (0,))
     assert made.verdict("n", demand) == ""
@@ -85,7 +87,7 @@ def test_refusals_are_told_in_a_few_words(
     for number, one in enumerate(held):
         bound(made, f"u{number}", asks(one), ((number,),))
     assert made.verdict("n", demand).startswith(says)
-    assert made.pick("n", demand, Policy.BINPACK) is None
+    assert made.pick("n", demand, PlacementPolicy.BINPACK) is None
 
 
 def test_the_ceiling_of_mps_clients_is_kept() -> None:
@@ -107,7 +109,7 @@ def test_whole_gpus_are_the_best_linked_ones() -> None:
     links = [0] * 6
     links[4] = 400  # 1-3
     inventory = NodeInventory(gpus(4).gpus, tuple(links))
-    found = fleet(inventory).pick("n", asks((200, 0)), Policy.BINPACK)
+    found = fleet(inventory).pick("n", asks((200, 0)), PlacementPolicy.BINPACK)
     assert found is not None
     assert found.chosen == ((1, 3),)
 
@@ -126,7 +128,7 @@ def test_the_kubelets_records_win_over_a_forged_annotation() -> None:
     demand = asks((90, 10))
     held = (HeldUnits("GPU-0", Mode.VGPU, 90, 10),)
     made.set_pod(BoundPod("a", "n", PodClaim(demand, held=held, chosen=((1,),)), confirmed=True))
-    found = made.pick("n", demand, Policy.BINPACK)
+    found = made.pick("n", demand, PlacementPolicy.BINPACK)
     assert found is not None
     assert found.chosen == ((1,),)
 
@@ -155,6 +157,42 @@ def test_a_choice_that_the_watch_does_not_show_is_dropped_in_time() -> None:
     assert made.verdict("n", asks((90, 10))) == ""
 
 
+def test_a_choice_without_an_answer_outlasts_a_silent_watch() -> None:
+    made = fleet(gpus(1))
+    made.assume("a", "n", PodClaim(asks((90, 10)), chosen=((0,),)), 10)
+    made.assume("kept", "n", PodClaim(asks((5, 10)), chosen=((0,),)), 10, "ns/gang")
+    # What is only kept for a gang was never written: no watch can show it.
+    assert made.expire(80, heard=9.9) == ["kept"]
+    assert made.verdict("n", asks((90, 10))) == "largest free share 10 of 90 cores"
+    assert made.expire(80, heard=10.0) == ["a"]
+
+
+def test_a_confirmed_choice_stays_until_a_list_that_is_newer() -> None:
+    made = fleet(gpus(1))
+    made.assume("a", "n", PodClaim(asks((90, 10)), chosen=((0,),)), 10)
+    made.confirm("a", 2.0)
+    assert made.expire(1e9) == []
+    assert made.unshown_since() == 2.0
+    made.unlisted((), asked=2.0)  # this one may be older than the binding
+    made.unlisted(("a",), asked=3.0)
+    assert made.verdict("n", asks((90, 10))) != ""
+    made.unlisted(("b",), asked=3.0)
+    assert made.verdict("n", asks((90, 10))) == ""
+    assert made.unshown_since() == math.inf
+
+
+def test_an_answer_after_the_watch_has_shown_the_pod_changes_nothing() -> None:
+    made = fleet(gpus(1))
+    made.assume("a", "n", PodClaim(asks((90, 10)), chosen=((0,),)), 10)
+    bound(made, "a", asks((90, 10)), None)
+    made.confirm("a", 2.0)
+    assert made.unshown_since() == math.inf
+    made.drop_pod("a")
+    made.confirm("a", 3.0)
+    assert made.unshown_since() == math.inf
+    assert made.verdict("n", asks((90, 10))) == ""
+
+
 def test_a_choice_that_the_watch_showed_stays() -> None:
     made = fleet(gpus(1))
     made.assume("a", "n", PodClaim(asks((90, 10)), chosen=((0,),)), 10)
@@ -171,7 +209,7 @@ def test_a_node_without_inventory_is_judged_by_totals_and_says_so() -> None:
     assert made.verdict("n", asks((99, 10), (99, 10))) == (
         "110 of 198 tencent.com/vcuda-core free by totals (no inventory)"
     )
-    found = made.pick("n", asks((60, 10)), Policy.BINPACK)
+    found = made.pick("n", asks((60, 10)), PlacementPolicy.BINPACK)
     assert found is not None
     assert found.chosen == ()
 
@@ -185,11 +223,11 @@ def test_policies_differ() -> None:
     bound(made, "a", asks((40, 100)), ((0,),))
     bound(made, "b", asks((50, 100)), ((1,),))
     # Five cores less on GPU 1 would leave no room for 47, which many ask for.
-    chosen = {policy: made.pick("n", asks((5, 5)), policy) for policy in Policy}
+    chosen = {policy: made.pick("n", asks((5, 5)), policy) for policy in PlacementPolicy}
     assert {policy: found.chosen for policy, found in chosen.items() if found} == {
-        Policy.BINPACK: ((1,),),
-        Policy.SPREAD: ((2,),),
-        Policy.FRAGMENTATION: ((0,),),
+        PlacementPolicy.BINPACK: ((1,),),
+        PlacementPolicy.SPREAD: ((2,),),
+        PlacementPolicy.FRAGMENTATION: ((0,),),
     }
 
 
@@ -223,7 +261,7 @@ def test_time_slices_by_another_name_are_for_those_who_ask_for_it() -> None:
     made.set_node(LedgerNode("n", gpus(1, Mode.PGPU, replicas=2), {"nvidia.com/gpu.shared": 2}))
     plain = asks(gpus=1)
     assert made.verdict("n", plain) == "its GPUs are offered as nvidia.com/gpu.shared"
-    assert made.pick("n", plain, Policy.BINPACK) is None
+    assert made.pick("n", plain, PlacementPolicy.BINPACK) is None
     shared = pod_demand(a_pod("default", "pod", (Container("main", {"nvidia.com/gpu.shared": 1}),)))
     assert made.verdict("n", shared) == ""
     for uid in ("a", "b"):

@@ -12,7 +12,7 @@ from agent.extender.pod_demand import Chosen, PodDemand, pod_demand
 from agent.model.demand import CORES, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 from agent.model.pod import Container
 from tests.pods import a_pod
 
@@ -42,8 +42,8 @@ class Clusters(RuleBasedStateMachine):
         )
         self.fleet.set_node(LedgerNode(node, NodeInventory(gpus), {}))
 
-    @rule(sizes=demands, policy=st.sampled_from(Policy), node=st.sampled_from(NODES))
-    def choose(self, sizes: list[tuple[int, int]], policy: Policy, node: str) -> None:
+    @rule(sizes=demands, policy=st.sampled_from(PlacementPolicy), node=st.sampled_from(NODES))
+    def choose(self, sizes: list[tuple[int, int]], policy: PlacementPolicy, node: str) -> None:
         limits = [{VGPU.core: cores, VGPU.memory: blocks} for cores, blocks in sizes]
         pod = a_pod("ns", "p", tuple(Container(f"c{n}", one) for n, one in enumerate(limits)))
         demand = pod_demand(pod)
@@ -65,6 +65,7 @@ class Clusters(RuleBasedStateMachine):
             node, demand, chosen, _ = self.open.pop(uid)
             if written:
                 self.bound[uid] = (node, demand, chosen)
+                self.fleet.confirm(uid, self.now)
             else:
                 self.fleet.forget(uid)
 
@@ -103,14 +104,23 @@ class Clusters(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 40.0]))
     def wait(self, seconds: float) -> None:
-        """Time passes; what was bound was shown before its deadline, as the extender sees to."""
+        """Time passes, and whether what was confirmed was shown makes no difference."""
         self.now += seconds
-        for uid, (node, demand, chosen) in self.bound.items():
-            if uid not in self.shown:
-                self.shown[uid] = BoundPod(uid, node, PodClaim(demand, chosen=chosen))
-                self.fleet.set_pod(self.shown[uid])
         for uid in self.fleet.expire(self.now):
             assert self.open.pop(uid)[3] <= self.now
+
+    @rule()
+    def list_again(self) -> None:
+        """A list that was asked for just now: pods that ended unseen are gone."""
+        self.now += 1
+        self.fleet.unlisted(self.bound.keys(), self.now)
+
+    @rule(data=st.data())
+    def end_unseen(self, data: Any) -> None:
+        """A confirmed pod ends while the watch is silent; a list without it follows."""
+        if unseen := sorted(self.bound.keys() - self.shown.keys()):
+            del self.bound[data.draw(st.sampled_from(unseen))]
+            self.list_again()
 
     @rule(node=st.sampled_from(NODES), index=st.integers(0, GPUS - 1))
     def break_or_mend(self, node: str, index: int) -> None:

@@ -15,7 +15,7 @@ from agent.extender.verdicts import NOT_REACHED, REQUEST_STEPS, Verdicts
 from agent.model.demand import CORES, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 from agent.model.pod import Container
 from tests.bench import arrivals
 from tests.pods import a_pod
@@ -61,7 +61,7 @@ def test_a_packing_is_found_exactly_where_there_is_one(held: list[Share], wanted
     fleet, demand = node(held), asks(wanted)
     possible = fits_by_trying_all(held, wanted)
     assert (fleet.verdict("n", demand) == "") == possible
-    for policy in Policy:
+    for policy in PlacementPolicy:
         found = fleet.pick("n", demand, policy)
         assert (found is not None) == possible
         if found:
@@ -82,7 +82,7 @@ def test_filter_and_bind_agree_on_pods_of_many_containers() -> None:
         demand = asks([(draw.randrange(15, 75, 5), 16) for _ in range(draw.randint(3, 12))])
         reason = fleet.verdict("n", demand)
         fitting += not reason
-        for policy in Policy:
+        for policy in PlacementPolicy:
             assert (fleet.pick("n", demand, policy) is None) == bool(reason), (held, demand)
     assert 50 < fitting < 250
 

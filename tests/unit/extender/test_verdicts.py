@@ -4,7 +4,7 @@ import random
 
 from agent.extender.free_capacity import PodClaim
 from agent.extender.verdicts import SHAPES, Verdicts
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 from tests.bench import arrivals
 
 
@@ -20,8 +20,12 @@ async def test_kept_verdicts_follow_every_change() -> None:
         fresh = {name: fleet.verdict(name, demand) for name in names}
         assert refused == {name: reason for name, reason in fresh.items() if reason}
         assert fitting == [name for name, reason in fresh.items() if not reason]
-        worths = {name: found.worth for name in names if (found := fleet.pick(name, demand, Policy.BINPACK))}
-        scores = dict(zip(names, await verdicts.rank(demand, Policy.BINPACK, names), strict=True))
+        worths = {
+            name: found.worth
+            for name in names
+            if (found := fleet.pick(name, demand, PlacementPolicy.BINPACK))
+        }
+        scores = dict(zip(names, await verdicts.rank(demand, PlacementPolicy.BINPACK, names), strict=True))
         if worths:
             best = min(worths.values())
             assert {name for name, score in scores.items() if score == 10} == {
@@ -30,7 +34,7 @@ async def test_kept_verdicts_follow_every_change() -> None:
         assert all(score == 0 for name, score in scores.items() if name not in worths)
         if fitting and draw.random() < 0.7:
             node = draw.choice(fitting)
-            found = fleet.pick(node, demand, Policy.BINPACK)
+            found = fleet.pick(node, demand, PlacementPolicy.BINPACK)
             assert found is not None
             fleet.assume(f"u{number}", node, PodClaim(demand, chosen=found.chosen), 0)
         else:

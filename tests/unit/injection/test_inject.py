@@ -13,7 +13,7 @@ from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation, DeviceNode
 from agent.model.gpu import Gpu
 from agent.model.mount import Mount
-from agent.settings import DriverFiles, Host, Injection, Settings, Simulator
+from agent.settings import DriverFiles, HostSettings, Injection, Settings, Simulator
 
 NEW = NodeSoftware("v1.36.3", "containerd://2.4.2")
 NAMED = frozenset({"GPU-a", "0", "all"})
@@ -146,7 +146,7 @@ def test_device_nodes_follow_the_minor_number(tmp_path: Path) -> None:
 
 
 def test_looking_again_follows_the_node(tmp_path: Path, logs: Any) -> None:
-    settings = Settings(injection=Injection(strategy="auto"), host=Host(cdi=str(tmp_path)))
+    settings = Settings(injection=Injection(strategy="auto"), host=HostSettings(cdi=str(tmp_path)))
     injector = Injector(settings)
     chosen = []
     for software in (None, NEW, NEW):
@@ -167,7 +167,7 @@ def _with_own(settings: Settings, *names: str) -> Injector:
 
 
 def test_own_devices_come_with_the_variable_for_runtimes_that_ignore_cdi(tmp_path: Path) -> None:
-    injector = _with_own(Settings(host=Host(cdi=str(tmp_path))), "GPU-0", "GPU-2")
+    injector = _with_own(Settings(host=HostSettings(cdi=str(tmp_path))), "GPU-0", "GPU-2")
     assert injector.choice.cdi
     assert "gpu-node-agent.io/gpu" in injector.choice.reason
     assert injector.allocation([_gpu(2), _gpu(0)]) == Allocation(

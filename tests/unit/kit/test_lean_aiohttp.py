@@ -17,7 +17,7 @@ print(certificates, dict(os.environ) == before, "frozenlist._frozenlist" in sys.
 """
 
 
-@pytest.mark.parametrize("module", ["agent.kit.lean_aiohttp", "agent.cluster.api"])
+@pytest.mark.parametrize("module", ["agent.kit.lean_aiohttp", "agent.cluster.api", "agent.web.server"])
 @pytest.mark.parametrize("named", [False, True])
 def test_neither_root_certificates_nor_a_c_list_come_in(named: bool, module: str) -> None:
     environment = {"PATH": "/usr/bin:/bin"} | ({"SSL_CERT_FILE": "/somewhere.pem"} if named else {})
@@ -30,12 +30,3 @@ def test_neither_root_certificates_nor_a_c_list_come_in(named: bool, module: str
         check=False,
     )
     assert ended.stdout == "[0, 0] True False\n", ended.stderr
-
-
-def test_the_agent_loads_neither_aiohttp_nor_prometheus_before_it_is_asked() -> None:
-    rooms = "agent.app.run, agent.app.wings"
-    script = f"import sys, {rooms}; print({{'aiohttp', 'prometheus_client'}} & set(sys.modules))"
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
-    )
-    assert ended.stdout == "set()\n", ended.stderr

@@ -55,7 +55,7 @@ def test_a_stock_has_all_units_of_a_gpu() -> None:
 
 def test_rooms_are_what_is_neither_held_nor_promised() -> None:
     book = ledger(held(OTHER, VGPU.core, cores(A, 0, 30)), held(OTHER, VGPU.memory, blocks(A, 0, 5)))
-    book = book.promised(Reservation(ME, MINE, Demand(20, 10), (A,), expires=10.0))
+    book = book.reserved(Reservation(ME, MINE, Demand(20, 10), (A,), expires=10.0))
     room = rooms(book)[A]
     assert (room.cores, room.blocks, room.untouched) == (50, 25, False)
     assert rooms(book, ME)[A].cores == 70
@@ -64,7 +64,7 @@ def test_rooms_are_what_is_neither_held_nor_promised() -> None:
 
 def test_answered_ids_count_once() -> None:
     promise = Reservation(ME, MINE, Demand(20, 10), (A,), 10.0).with_ids(PairMember.CORE, cores(A, 0, 20))
-    book = ledger(held(ME, VGPU.core, cores(A, 0, 20))).promised(promise)
+    book = ledger(held(ME, VGPU.core, cores(A, 0, 20))).reserved(promise)
     assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (80, 30)
 
 
@@ -72,7 +72,7 @@ def test_a_gpu_that_is_held_or_promised_whole_has_no_room() -> None:
     book = ledger(held(OTHER, VGPU.core, cores(A, 0, 100)))
     assert book.whole == {A}
     assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (0, 0)
-    promised = ledger().promised(Reservation(OTHER, THEIRS, Demand(100, 0, whole=1), (B,), 10.0))
+    promised = ledger().reserved(Reservation(OTHER, THEIRS, Demand(100, 0, whole=1), (B,), 10.0))
     assert rooms(promised, ME)[B].blocks == 0
     assert rooms(promised, OTHER)[B].untouched
 
@@ -92,7 +92,7 @@ def test_cores_that_containers_have_grown_by_make_no_gpu_whole() -> None:
     # All that is left goes to one container, which asked for less than a GPU.
     book = Ledger({A: pool(A, 0).without(cores(A, 60, 40))})
     rest = Reservation(ME, MINE, Demand(60, 0), (A,), 10.0).with_ids(PairMember.CORE, cores(A, 0, 60))
-    book = book.promised(rest.with_grant(PairMember.CORE))
+    book = book.reserved(rest.with_grant(PairMember.CORE))
     assert book.whole == frozenset()
     assert (rooms(book)[A].cores, rooms(book)[A].blocks) == (0, 40)
 
@@ -116,7 +116,7 @@ def test_promises_end_when_shown_late_or_over() -> None:
         .with_grant(PairMember.CORE)
     )
     opened = Reservation(OTHER, THEIRS, Demand(20, 10), (A,), 10.0).with_grant(PairMember.CORE)
-    book = ledger().promised(kept).promised(opened)
+    book = ledger().reserved(kept).reserved(opened)
     assert kept.complete
     assert not opened.complete
     # One that is not shown yet goes on: a record may be older than it, and init containers stand in it late.
@@ -129,8 +129,8 @@ def test_promises_end_when_shown_late_or_over() -> None:
 
 
 def test_a_second_promise_replaces_the_first() -> None:
-    book = ledger().promised(Reservation(ME, MINE, Demand(5, 1), (A,), 1.0))
-    book = book.promised(Reservation(ME, MINE, Demand(6, 2), (B,), 2.0))
+    book = ledger().reserved(Reservation(ME, MINE, Demand(5, 1), (A,), 1.0))
+    book = book.reserved(Reservation(ME, MINE, Demand(6, 2), (B,), 2.0))
     assert [each.gpus for each in book.reservations] == [(B,)]
     assert book.without(lambda each: each.holder == ME).reservations == ()
 
@@ -142,7 +142,7 @@ def test_units_that_are_taken_are_found_with_and_without_going_through_all(
 ) -> None:
     book = ledger(held(OTHER, VGPU.core, cores(A, 0, 30)), held(OTHER, VGPU.memory, blocks(A, 0, 5)))
     promise = Reservation(ME, MINE, Demand(20, 10), (A,), 10.0).with_ids(PairMember.CORE, cores(A, 30, 20))
-    book = book.promised(promise)
+    book = book.reserved(promise)
     every = pool(A, 0).core_set | pool(A, 0).block_set
     assert book.taken_of(every, asking, own) == book.taken(asking, own)
     assert book.taken_of(cores(A, 28, 4), asking, own) == book.taken(asking, own) & cores(A, 28, 4)

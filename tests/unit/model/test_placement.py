@@ -12,7 +12,7 @@ from agent.model.placement import (
     Choice,
     Hint,
     NoRoom,
-    Policy,
+    PlacementPolicy,
     hint_of,
     place,
     policy_of,
@@ -30,30 +30,30 @@ def rooms(*free: tuple[int, int]) -> dict[str, FreeGpu]:
     }
 
 
-def chosen(policy: Policy, demand: Demand, *free: tuple[int, int]) -> str:
+def chosen(policy: PlacementPolicy, demand: Demand, *free: tuple[int, int]) -> str:
     return place(rooms(*free), demand, policy).gpus[0]
 
 
 def test_binpack_takes_the_fullest_that_fits() -> None:
-    assert chosen(Policy.BINPACK, Demand(20, 10), (100, 40), (10, 40), (30, 12), (40, 10)) == "GPU-2"
+    assert chosen(PlacementPolicy.BINPACK, Demand(20, 10), (100, 40), (10, 40), (30, 12), (40, 10)) == "GPU-2"
 
 
 def test_binpack_takes_the_lower_index_among_equals() -> None:
-    assert chosen(Policy.BINPACK, Demand(20, 10), (50, 20), (50, 20)) == "GPU-0"
+    assert chosen(PlacementPolicy.BINPACK, Demand(20, 10), (50, 20), (50, 20)) == "GPU-0"
 
 
 def test_memory_alone_goes_where_no_cores_are_left() -> None:
-    assert chosen(Policy.BINPACK, Demand(0, 10), (100, 40), (0, 12), (5, 10)) == "GPU-1"
+    assert chosen(PlacementPolicy.BINPACK, Demand(0, 10), (100, 40), (0, 12), (5, 10)) == "GPU-1"
 
 
 def test_spread_takes_the_emptiest() -> None:
-    assert chosen(Policy.SPREAD, Demand(20, 10), (30, 40), (90, 20), (90, 30)) == "GPU-2"
+    assert chosen(PlacementPolicy.SPREAD, Demand(20, 10), (30, 40), (90, 20), (90, 30)) == "GPU-2"
 
 
 def test_fragmentation_keeps_the_remainder_useful() -> None:
     # On GPU 0 the rest still serves a half, on GPU 1 (the fullest, binpack's choice) a quarter is destroyed.
-    assert chosen(Policy.FRAGMENTATION, Demand(10, 4), (65, 26), (55, 22)) == "GPU-0"
-    assert chosen(Policy.BINPACK, Demand(10, 4), (65, 26), (55, 22)) == "GPU-1"
+    assert chosen(PlacementPolicy.FRAGMENTATION, Demand(10, 4), (65, 26), (55, 22)) == "GPU-0"
+    assert chosen(PlacementPolicy.BINPACK, Demand(10, 4), (65, 26), (55, 22)) == "GPU-1"
 
 
 def test_a_hint_is_followed_where_it_fits() -> None:
@@ -110,10 +110,10 @@ def test_no_gpu_at_all() -> None:
     st.lists(st.tuples(st.integers(0, 100), st.integers(0, BLOCKS)), min_size=1, max_size=8),
     st.integers(0, 99),
     st.integers(1, BLOCKS),
-    st.sampled_from(Policy),
+    st.sampled_from(PlacementPolicy),
 )
 def test_every_policy_finds_room_exactly_where_there_is_some(
-    free: list[tuple[int, int]], cores: int, blocks: int, policy: Policy
+    free: list[tuple[int, int]], cores: int, blocks: int, policy: PlacementPolicy
 ) -> None:
     there = rooms(*free)
     fits = {room.gpu for room in there.values() if room.cores >= cores and room.blocks >= blocks}
@@ -162,10 +162,10 @@ def test_hints_that_are_used_up_foreign_or_broken_do_not_count(annotations: dict
 
 def test_a_pod_names_its_own_policy() -> None:
     asking = a_pod("d", "p", (), annotations={"gpu-node-agent.io/placement": "spread"})
-    assert policy_of(asking, Policy.BINPACK) is Policy.SPREAD
+    assert policy_of(asking, PlacementPolicy.BINPACK) is PlacementPolicy.SPREAD
     odd = a_pod("d", "p", (), annotations={"gpu-node-agent.io/placement": "random"})
-    assert policy_of(odd, Policy.FRAGMENTATION) is Policy.FRAGMENTATION
-    assert policy_of(None, Policy.SPREAD) is Policy.SPREAD
+    assert policy_of(odd, PlacementPolicy.FRAGMENTATION) is PlacementPolicy.FRAGMENTATION
+    assert policy_of(None, PlacementPolicy.SPREAD) is PlacementPolicy.SPREAD
 
 
 def test_an_init_container_goes_where_its_heir_is_to_go() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
@@ -13,6 +14,7 @@ from agent.model.modes import Mode
 from agent.modes.lingering import Lingering
 from agent.modes.mode_metrics import modes_collector
 from agent.modes.switch_state import STARTING
+from agent.modes.switcher import ModeSwitcher
 from agent.modes.unexplained import LOOK_SECONDS, MOST_NAMED, STEADY_SECONDS, Unexplained
 from agent.telemetry import definitions as d
 from tests.unit.modes.nodes import Kubelet, Node, gpu, switching
@@ -73,7 +75,8 @@ class Host:
 
     def metric(self) -> dict[str, float]:
         """The gauge, by the GPU's UUID."""
-        series = modes_collector(self.switch, lambda: 0, {}, self.unexplained)
+        switcher = SimpleNamespace(state=self.switch, switches=0)
+        series = modes_collector(cast("ModeSwitcher", switcher), self.unexplained)
         return {labels[0]: value for metric, value, labels in series if metric is d.GPU_UNEXPLAINED}
 
 

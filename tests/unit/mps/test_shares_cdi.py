@@ -7,11 +7,11 @@ from typing import cast
 import anyio
 import pytest
 
-from agent.app.build_switching import catalog_of
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.ledger import PairMember
 from agent.model.mount import Mount
+from agent.modes.desired import catalog_of
 from agent.mps import shares_cdi
 from agent.mps.daemon_manager import DaemonManager
 from agent.settings import load

@@ -18,8 +18,10 @@ from agent.node.driver_upgrade import (
     RELEASE_SECONDS,
     STATE_LABEL,
     DriverUpgrade,
-    Stage,
     stage_of,
+)
+from agent.node.driver_upgrade import (
+    UpgradeStage as Stage,
 )
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.unit.node.test_telling import OwnNode
@@ -145,7 +147,11 @@ async def test_gpus_drain_then_nvml_is_closed_then_all_is_taken_back() -> None:
             assert world.cordons.value[GPUS[0]].since == since
             assert "pod-restart-required" in str(world.inventory.value.problem)
             await world.state("validation-required")
-            assert (world.closed(), world.cordons.value, world.upgrade.stage) == (False, {}, Stage.NONE)
+            assert (world.closed(), world.cordons.value, world.upgrade.stage) == (
+                False,
+                {},
+                Stage.NONE,
+            )
 
 
 @in_virtual_time
@@ -223,7 +229,11 @@ async def test_people_have_the_last_word() -> None:
             await world.state("pod-restart-required")
             world.nvml.end_release()
             await anyio.sleep(600)
-            assert (world.closed(), world.cordons.value, world.upgrade.stage) == (False, {}, Stage.NONE)
+            assert (world.closed(), world.cordons.value, world.upgrade.stage) == (
+                False,
+                {},
+                Stage.NONE,
+            )
             await world.state("upgrade-done")
             await world.state("pod-restart-required")
             assert world.closed()

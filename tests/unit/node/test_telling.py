@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import anyio
 import pytest
 
-from agent.cluster.own_node import Amounts, Condition, NodeNotWritten
+from agent.cluster.own_node import Amounts, NodeNotWritten, OwnCondition
 from agent.kit.cell import Cell
 from agent.model.modes import GpuMode, Mode, Offering
 from agent.modes.switch_state import GpuSwitch, Phase, SwitchState
@@ -56,8 +56,8 @@ class OwnNode:
         self.notes |= {key: value for key, value in annotations.items() if value is not None}
         self.changes.publish(object())
 
-    def condition(self, kind: str) -> Condition | None:
-        return Condition(*self.conditions[-1][1:]) if self.conditions and not self.bare else None
+    def condition(self, kind: str) -> OwnCondition | None:
+        return OwnCondition(*self.conditions[-1][1:]) if self.conditions and not self.bare else None
 
     async def write_condition(self, *condition: str) -> None:
         if self.refuse:

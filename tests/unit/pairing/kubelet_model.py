@@ -20,7 +20,7 @@ from agent.model.gpu import Gpu
 from agent.model.holding import Holding, Record
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.placement import Policy
+from agent.model.placement import PlacementPolicy
 from agent.model.pod import Container, Pod, Stage
 from agent.model.units import ResourcePair
 from agent.pairing.pair_rules import Grant, PairRules
@@ -113,7 +113,7 @@ class KubeletModel(PodSource):
         self.cell: Cell[Record | None] = Cell(None)
         self.grants: list[Grant] = []
         self.now = 0.0
-        self.policy = Policy.BINPACK
+        self.policy = PlacementPolicy.BINPACK
         self._record = Evidence()
         self.start_agent()
 

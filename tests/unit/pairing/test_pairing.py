@@ -7,7 +7,7 @@ import pytest
 from agent.model.demand import MPS
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
-from agent.model.placement import ASSIGNED, Policy
+from agent.model.placement import ASSIGNED, PlacementPolicy
 from agent.model.pod import Container, Pod, Stage
 from agent.pairing.pod_access import Cause, PairRefused
 from tests.pods import changed
@@ -95,7 +95,7 @@ async def test_mps_pairs_are_told_apart_by_the_same_code() -> None:
 
 async def test_spread_is_a_policy_of_the_node_too() -> None:
     kubelet = KubeletModel(gpus=2)
-    kubelet.policy = Policy.SPREAD
+    kubelet.policy = PlacementPolicy.SPREAD
     kubelet.start_agent()
     for name in ("a", "b"):
         await kubelet.admit(pod(name, share("main", 10, 5)), undisturbed)

@@ -6,10 +6,10 @@ import anyio
 import pytest
 
 from agent.cluster.api import ApiUnavailable
-from agent.cluster.reviews import Verdict
+from agent.cluster.reviews import TokenVerdict
 from agent.telemetry import access
-from agent.telemetry.access import FRESH_SECONDS, HELD_SECONDS, REFUSED_SECONDS, Admission
-from agent.web.server import Reply, Request
+from agent.telemetry.access import FRESH_SECONDS, HELD_SECONDS, REFUSED_SECONDS, ScraperAdmission
+from agent.web.server import HttpRequest, Reply
 
 SCRAPER = "system:serviceaccount:monitoring:prometheus"
 
@@ -19,22 +19,25 @@ class Door:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.known = {"good": Verdict(SCRAPER, allowed=True), "other": Verdict("somebody", allowed=False)}
+        self.known = {
+            "good": TokenVerdict(SCRAPER, allowed=True),
+            "other": TokenVerdict("somebody", allowed=False),
+        }
         self.away = False
         self.asked: list[str] = []
         self.slow: anyio.Event | None = None
-        self.admission = Admission(self._review, lambda: self.now)
+        self.admission = ScraperAdmission(self._review, lambda: self.now)
         self._page = self.admission.guarded(self._shown)
 
-    async def _review(self, token: str) -> Verdict:
+    async def _review(self, token: str) -> TokenVerdict:
         self.asked.append(token)
         if self.slow:
             await self.slow.wait()
         if self.away:
             raise ApiUnavailable("the API server cannot be reached")
-        return self.known.get(token, Verdict())
+        return self.known.get(token, TokenVerdict())
 
-    async def _shown(self, _: Request) -> Reply:
+    async def _shown(self, _: HttpRequest) -> Reply:
         return Reply.text("figures")
 
     async def get(self, token: str, address: str = "10.0.0.1") -> int:
@@ -43,7 +46,7 @@ class Door:
 
     async def reply(self, authorization: str, address: str = "10.0.0.1") -> Reply:
         headers = {"Authorization": authorization}
-        return await self._page(Request("/metrics", headers=headers, address=address))
+        return await self._page(HttpRequest("/metrics", headers=headers, address=address))
 
 
 async def test_the_api_server_says_who_is_admitted_and_is_asked_once_a_minute(logs: list[Any]) -> None:
@@ -65,7 +68,7 @@ async def test_the_api_server_says_who_is_admitted_and_is_asked_once_a_minute(lo
 async def test_a_right_that_is_taken_away_counts_after_a_minute_and_one_that_is_given_sooner() -> None:
     door = Door()
     assert [await door.get("good"), await door.get("other")] == [200, 403]
-    door.known = {"other": Verdict("somebody", allowed=True)}
+    door.known = {"other": TokenVerdict("somebody", allowed=True)}
     door.now = REFUSED_SECONDS
     assert [await door.get("good"), await door.get("other")] == [200, 200]
     door.now = FRESH_SECONDS
@@ -163,7 +166,7 @@ async def test_a_scraper_that_nobody_knows_yet_is_let_in_beside_a_flood() -> Non
 async def test_a_renewed_token_of_an_address_that_was_admitted_passes_a_flood_of_many_addresses() -> None:
     door = Door()
     assert await door.get("good") == 200
-    door.known["renewed"] = Verdict(SCRAPER, allowed=True)
+    door.known["renewed"] = TokenVerdict(SCRAPER, allowed=True)
     for number in range(1000):
         await door.get(f"forged{number}", f"10.0.{number % 250}.66")
     assert await door.get("other", "10.1.1.1") == 503
@@ -177,7 +180,7 @@ async def test_a_renewed_token_of_an_address_that_was_admitted_passes_a_flood_of
             group.start_soon(door.get, f"slow{number}", f"10.2.0.{number}")
         await anyio.wait_all_tasks_blocked()
         door.slow = None
-        door.known["again"] = Verdict(SCRAPER, allowed=True)
+        door.known["again"] = TokenVerdict(SCRAPER, allowed=True)
         assert await door.get("again") == 200
         slow.set()
 

@@ -11,20 +11,20 @@ from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
 from agent.model.pod import Pod
 from agent.nvml.port import GpuProcess, Sample
-from agent.telemetry.attribution import Attributed, Grade, attribute
-from agent.telemetry.shares import Share, shares_of
+from agent.telemetry.attribution import Attributed, Attribution, attribute
+from agent.telemetry.shares import ContainerShare, shares_of
 from tests.pods import seen
 
 GIB = 1 << 30
 UUID = "GPU-0"
 GPU = Gpu(UUID, 0, 0, "0000:1b:00.0", "NVIDIA H200", 140 * GIB, (9, 0))
-MEASURED, ESTIMATED, ALLOCATED = Grade.MEASURED, Grade.ESTIMATED, Grade.ALLOCATED
+MEASURED, ESTIMATED, ALLOCATED = Attribution.MEASURED, Attribution.ESTIMATED, Attribution.ALLOCATED
 
 
 def share(
     pod: str, cores: float | None = 0.5, memory: int = 10, mode: Mode = Mode.VGPU, name: str = "main"
-) -> Share:
-    return Share("default", pod, name, UUID, 0, mode, cores, memory * GIB)
+) -> ContainerShare:
+    return ContainerShare("default", pod, name, UUID, 0, mode, cores, memory * GIB)
 
 
 def ref(pod: str, container: str = "main") -> ContainerRef:
@@ -45,11 +45,11 @@ def process(pid: int, gib: int) -> GpuProcess:
     return GpuProcess(pid, gib * GIB)
 
 
-def memory(found: Attributed) -> list[tuple[float, Grade]]:
+def memory(found: Attributed) -> list[tuple[float, Attribution]]:
     return [(use.memory / GIB, use.memory_grade) for use in found.uses]
 
 
-def work(found: Attributed) -> list[tuple[float, Grade]]:
+def work(found: Attributed) -> list[tuple[float, Attribution]]:
     return [(round(use.utilization, 6), use.utilization_grade) for use in found.uses]
 
 

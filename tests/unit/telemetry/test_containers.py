@@ -13,10 +13,12 @@ from agent.kit.cell import Cell
 from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind
-from agent.telemetry.attribution import Grade, Use
-from agent.telemetry.container_page import compatible_page, container_page
+from agent.telemetry import definitions as d
+from agent.telemetry.attribution import Attribution, Use
+from agent.telemetry.container_metrics import COMPATIBLE, compatible_series, container_series
 from agent.telemetry.container_use import ContainerUse, ContainerWatch, Uses, above_limit
-from agent.telemetry.shares import Share
+from agent.telemetry.rendering import written
+from agent.telemetry.shares import ContainerShare
 from agent.telemetry.window import Span
 from tests.pods import seen
 from tests.unit.telemetry.agents import Parts
@@ -125,16 +127,16 @@ def test_processes_are_looked_up_once_and_forgotten_with_the_last_question(tmp_p
 
 
 def test_pods_above_what_they_were_given_are_those_that_the_driver_tells_of() -> None:
-    def one(pod: str, mebibytes: int, grade: Grade, mode: Mode = Mode.MPS) -> ContainerUse:
-        share = Share("team", pod, "main", "GPU-0", 0, mode, 0.5, 512 * MIB)
+    def one(pod: str, mebibytes: int, grade: Attribution, mode: Mode = Mode.MPS) -> ContainerUse:
+        share = ContainerShare("team", pod, "main", "GPU-0", 0, mode, 0.5, 512 * MIB)
         return ContainerUse(Use(share, mebibytes * MIB, grade), Span(0, 0), Span(0, 0))
 
     uses = Uses(
         (
-            one("full", 512, Grade.MEASURED),
-            one("greedy", 513, Grade.MEASURED),
-            one("guessed", 600, Grade.ESTIMATED),
-            one("fraction", 600, Grade.MEASURED, Mode.VGPU),
+            one("full", 512, Attribution.MEASURED),
+            one("greedy", 513, Attribution.MEASURED),
+            one("guessed", 600, Attribution.ESTIMATED),
+            one("fraction", 600, Attribution.MEASURED, Mode.VGPU),
         )
     )
     assert above_limit(uses, Mode.MPS) == {"GPU-0": {"team/greedy"}}
@@ -142,14 +144,14 @@ def test_pods_above_what_they_were_given_are_those_that_the_driver_tells_of() ->
 
 
 def use(container: str, gpu: int, cores: float | None, utilization: float, memory: int) -> ContainerUse:
-    share = Share("team", 'po"d', container, f"GPU-{gpu}", gpu, Mode.VGPU, cores, 512 * MIB)
-    own = Use(share, memory * MIB, Grade.MEASURED, utilization, Grade.ESTIMATED, (1,))
+    share = ContainerShare("team", 'po"d', container, f"GPU-{gpu}", gpu, Mode.VGPU, cores, 512 * MIB)
+    own = Use(share, memory * MIB, Attribution.MEASURED, utilization, Attribution.ESTIMATED, (1,))
     return ContainerUse(own, Span(0, memory * MIB), Span(0.5, 0.75))
 
 
 def test_gpu_managers_names_and_scales() -> None:
     uses = [use("a", 0, 0.5, 0.25, 64), use("a", 1, 0.5, 0.5, 32), use("b", 1, None, 0, 0)]
-    text = "".join(compatible_page(uses, "n1"))
+    text = b"".join(written(COMPATIBLE, compatible_series(uses, "n1"))).decode()
     who = 'pod_name="po\\"d",namespace="team",node="n1",container_name="a"'
     lines = text.splitlines()
     for line in (
@@ -164,21 +166,25 @@ def test_gpu_managers_names_and_scales() -> None:
     assert not any('req_of_gpu="gpu' in line for line in lines)
 
 
+def container_page(uses: Sequence[ContainerUse]) -> str:
+    return b"".join(written(d.ALL, container_series(uses))).decode()
+
+
 def test_a_limit_that_was_not_asked_for_is_left_out() -> None:
-    text = "".join(container_page([use("b", 1, None, 0, 0)], units=False))
+    text = container_page([use("b", 1, None, 0, 0)])
     assert "gpu_agent_container_core_limit_ratio{" not in text
     assert 'gpu_agent_container_memory_limit_bytes{namespace="team",pod="po\\"d",container="b"' in text
     assert "# UNIT" not in text
 
 
-READ, UNREAD = (0.9, Grade.MEASURED), (0.0, Grade.ALLOCATED)
-GUESSED = (0.3, Grade.ESTIMATED)
+READ, UNREAD = (0.9, Attribution.MEASURED), (0.0, Attribution.ALLOCATED)
+GUESSED = (0.3, Attribution.ESTIMATED)
 
 
-async def windowed(tmp_path: Path, readings: Sequence[tuple[float, Grade]]) -> ContainerUse:
+async def windowed(tmp_path: Path, readings: Sequence[tuple[float, Attribution]]) -> ContainerUse:
     """The last use of a container after one reading a second, utilization and memory alike."""
     watch = Node(tmp_path).watch
-    share = Share("team", "train", "main", "GPU-0", 0, Mode.PGPU, 1.0, 80 << 30)
+    share = ContainerShare("team", "train", "main", "GPU-0", 0, Mode.PGPU, 1.0, 80 << 30)
     found = None
     for second, (ratio, grade) in enumerate(readings):
         use = Use(share, round(ratio * 100) * MIB, grade, ratio, grade, (1,))
@@ -193,7 +199,7 @@ async def test_a_gpu_that_cannot_be_read_is_no_use_of_0(tmp_path: Path) -> None:
     assert halfway.utilization.mean == pytest.approx(0.9)
     assert halfway.utilization.most == 0.9
     assert halfway.memory == Span(90 * MIB, 90 * MIB)
-    text = "".join(container_page([halfway], units=False))
+    text = container_page([halfway])
     assert re.search(r'gpu_agent_container_utilization_mean_ratio{.*attribution="measured"} 0\.[89]', text)
     assert re.search(r'gpu_agent_container_utilization_max_ratio{.*attribution="measured"} 0\.9', text)
     assert f'attribution="measured"}} {90 * MIB}' in text
@@ -204,7 +210,7 @@ async def test_a_gpu_that_cannot_be_read_is_no_use_of_0(tmp_path: Path) -> None:
 
     long_gone = await windowed(tmp_path, [READ] * 30 + [UNREAD] * 80)
     assert (long_gone.utilization, long_gone.memory) == (None, None)
-    text = "".join(container_page([long_gone], units=False))
+    text = container_page([long_gone])
     assert "_ratio{" not in text.replace("core_limit_ratio{", "")
     assert "gpu_agent_container_memory_used" not in re.sub(r"#.*", "", text)
     assert "gpu_agent_container_memory_limit_bytes{" in text
@@ -227,25 +233,25 @@ async def test_memory_of_others_is_missing_while_a_gpu_cannot_be_read(tmp_path: 
 @pytest.mark.parametrize(
     ("readings", "grade"),
     [
-        ([READ], Grade.MEASURED),
-        ([READ] * 5 + [GUESSED] + [READ] * 5, Grade.ESTIMATED),
-        ([GUESSED] + [READ] * 80, Grade.MEASURED),
-        ([GUESSED] * 5 + [UNREAD] * 5, Grade.ESTIMATED),
-        ([UNREAD] * 5, Grade.ALLOCATED),
+        ([READ], Attribution.MEASURED),
+        ([READ] * 5 + [GUESSED] + [READ] * 5, Attribution.ESTIMATED),
+        ([GUESSED] + [READ] * 80, Attribution.MEASURED),
+        ([GUESSED] * 5 + [UNREAD] * 5, Attribution.ESTIMATED),
+        ([UNREAD] * 5, Attribution.ALLOCATED),
     ],
 )
 async def test_means_and_maxima_carry_the_weakest_grade(
-    tmp_path: Path, readings: Sequence[tuple[float, Grade]], grade: Grade
+    tmp_path: Path, readings: Sequence[tuple[float, Attribution]], grade: Attribution
 ) -> None:
     found = await windowed(tmp_path, readings)
     assert (found.utilization_grade, found.memory_grade) == (grade, grade)
 
 
 def test_gpu_managers_total_is_missing_while_a_gpu_cannot_be_read() -> None:
-    share = Share("team", "p", "a", "GPU-1", 1, Mode.VGPU, 0.5, 512 * MIB)
+    share = ContainerShare("team", "p", "a", "GPU-1", 1, Mode.VGPU, 0.5, 512 * MIB)
     uses = [use("a", 0, 0.5, 0.25, 64), ContainerUse(Use(share), None, None)]
     uses[0] = replace(uses[0], use=replace(uses[0].use, share=replace(share, gpu="GPU-0", index=0)))
-    text = "".join(compatible_page(uses, "n1"))
+    text = b"".join(written(COMPATIBLE, compatible_series(uses, "n1"))).decode()
     assert 'gpu="gpu0"} 25.0' in text
     assert 'gpu="gpu1"' not in text
     assert ',gpu="total"' not in text

@@ -166,7 +166,7 @@ async def test_another_room_adds_its_part() -> None:
     reading = parts.sources.read()
     units["free"] = 99
     text = (await rendered(reading)).body.decode()
-    assert "gpu_agent_gpus_unreadable 3.0" in text
+    assert "gpu_agent_gpus_unreadable 3\n" in text
     assert value(text, "gpu_agent_task_up", task="another room") == 1
 
 

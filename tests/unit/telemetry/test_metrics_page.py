@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from agent.kit.cell import Cell
-from agent.telemetry.container_page import COMPATIBLE
+from agent.telemetry.container_metrics import COMPATIBLE
 from agent.telemetry.page import MetricsPage
 from agent.web.server import HttpServer
 from tests.unit.telemetry.agents import Parts
@@ -73,7 +73,7 @@ async def test_gpu_managers_metrics_are_an_option_with_a_path_of_its_own() -> No
             group.cancel_scope.cancel()
         families = {family.name: family for family in parse_openmetrics(text)}  # type: ignore[no-untyped-call]
         named = {family for family in families if family.startswith("container_")}
-        assert named == ({name for name, *_ in COMPATIBLE} if node else set())
+        assert named == ({each.name for each in COMPATIBLE} if node else set())
         for family in named:
             assert {sample.labels["node"] for sample in families[family].samples} == {"n1"}
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from agent.model.modes import Mode
-from agent.telemetry.attribution import Grade, Use
+from agent.telemetry.attribution import Attribution, Use
 from agent.telemetry.container_use import ContainerUse, Uses
-from agent.telemetry.shares import Share
+from agent.telemetry.shares import ContainerShare
 from agent.telemetry.window import Span
 
 MIB = 1 << 20
@@ -16,8 +16,12 @@ def many_uses(uuids: Sequence[str], per_gpu: int) -> Uses:
     found = []
     for index, uuid in enumerate(uuids):
         for number in range(per_gpu):
-            share = Share("team", f"pod-{index}-{number}", "main", uuid, index, Mode.VGPU, 0.01, 512 * MIB)
+            share = ContainerShare(
+                "team", f"pod-{index}-{number}", "main", uuid, index, Mode.VGPU, 0.01, 512 * MIB
+            )
             ratio = (number + 1) / (per_gpu + 1) / 7
-            use = Use(share, number * 3 * MIB + index, Grade.MEASURED, ratio, Grade.MEASURED, (1,))
+            use = Use(
+                share, number * 3 * MIB + index, Attribution.MEASURED, ratio, Attribution.MEASURED, (1,)
+            )
             found.append(ContainerUse(use, Span(use.memory / 2, use.memory), Span(ratio / 2, ratio)))
     return Uses(tuple(found))

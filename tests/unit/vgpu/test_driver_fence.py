@@ -12,7 +12,7 @@ from agent.injection.specification import Devices
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.gpu import Driver
-from agent.settings import Host, Injection, Settings
+from agent.settings import HostSettings, Injection, Settings
 from agent.vgpu.driver_fence import DriverFence
 from agent.vgpu.memory_limits import FILE
 from tests.unit.pairing.kubelet_model import machine
@@ -28,7 +28,9 @@ class Node:
         self.uuids = [each.uuid for each in self.snapshot.value.gpus]
         names = frozenset(self.uuids)
         self.devices = Cell(Devices(names, limiting=names))
-        settings = Settings(host=Host(cgroups=str(root), cdi=str(root)), injection=Injection(strategy="cdi"))
+        settings = Settings(
+            host=HostSettings(cgroups=str(root), cdi=str(root)), injection=Injection(strategy="cdi")
+        )
         self.injector = Injector(settings, self.devices)
         self.fence = DriverFence(settings.host, self.snapshot, self.injector)
 

@@ -31,7 +31,7 @@ int main(void) {
            l->generation, l->uuid[0], l->uuid[15], l->memory_bytes, l->request_bytes);
     printf("\"context\":%" PRIu64 ",\"unseen\":%" PRIu64 ",\"share\":%u,\"driver\":%u,\"flags\":%u,",
            l->context_bytes, l->unseen_bytes, l->core_share, l->driver_armed, l->flags);
-    printf("\"rivals\":%u,", l->rivals);
+    printf("\"rivals\":%u,\"forgiven\":%" PRIu64 ",", l->rivals, l->forgiven_bytes);
     printf("\"other\":%" PRIu64 ",", r[1].copy[1].generation);
     printf("\"usage\":%d,\"slots\":%u,\"slot\":%u,\"bytes\":%u,\"locks\":[%u,%u],\"kinds\":[%u,%u,%u]}\n",
            usage.header.magic == GNA_USAGE_MAGIC, usage.header.slots, usage.header.slot_bytes,
@@ -61,7 +61,7 @@ def test_both_sides_have_the_same_layout(program: Path) -> None:
         "folder",
         [
             DeviceLimits(f"GPU-{'0' * 8}-0000-0000-0000-{'0' * 12}", 1),
-            DeviceLimits(GPU, 1 << 40, 35, 77, True, True, rivals=1.5),
+            DeviceLimits(GPU, 1 << 40, 35, 77, True, True, rivals=1.5, forgiven_bytes=78),
         ],
     )
     head = layout.usage_head(2)
@@ -84,6 +84,7 @@ def test_both_sides_have_the_same_layout(program: Path) -> None:
         "driver": 1,
         "flags": layout.STRICT,
         "rivals": 385,
+        "forgiven": 78,
         "other": 0,
         "usage": 1,
         "slots": layout.SLOTS,

@@ -5,10 +5,12 @@ import shutil
 import struct
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 
 from agent.kit.cell import Cell
@@ -295,9 +297,56 @@ async def test_owners_are_told_which_fences_hold(node: Node) -> None:
         "fences": ["library", "sweep"],
         "injected": None,
         "avoidable": [],
+        "uncounted": [],
         "aboveCap": False,
     }
     assert node.publisher.document(Place("default", "b", "main", GPU)) is None
+
+
+async def test_status_says_what_is_not_counted(node: Node) -> None:
+    key = await node.admit()
+
+    def uncounted() -> list[str]:
+        found = (node.publisher.document(PLACE) or {})["uncounted"]
+        return [each.partition(":")[0] for each in found]
+
+    assert uncounted() == ["what only a measurement shows, as static variables", "contexts"]
+    await node.look(0)
+    assert uncounted() == []
+    await anyio.to_thread.run_sync(node.process, 8, mapping(1, "/usr/bin/static"))
+    await node.look(0, 8)
+    assert uncounted() == ["memory of processes without the enforcement library"]
+    node.isolation.saw(key, True)
+    usage = layout.CountedUsage(0, 0, 0, 0, newer=1, newer_name="cuMemNew")
+    node.isolation.counted = {key: usage}
+    assert uncounted() == ["what cuMemNew allocates"]
+    limits = node.isolation.containers.value[key]
+    for build, driver, expected in (
+        (limits.about.build, True, []),
+        ("", True, ["managed memory"]),
+        ("", False, ["all memory"]),
+    ):
+        about = msgspec.structs.replace(limits.about, build=build, driver=driver)
+        node.isolation._become({key: replace(limits, about=about)})
+        assert uncounted() == expected
+
+
+async def test_launches_that_cannot_be_measured_are_told_of(node: Node) -> None:
+    key = await node.admit()
+    path = node.isolation.folders.path(key, USAGE)
+
+    def count(number: int) -> None:
+        at = layout.USAGE_HEADER_BYTES + layout.UNMEASURED_AT
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(layout.COUNT.pack(number))
+
+    for number, events in ((0, 0), (1, 1), (1, 1), (3, 2)):
+        await anyio.to_thread.run_sync(count, number)
+        await node.isolation.tidy()
+        await node.look(0)
+        assert node.owners.events.count(("a", "ShareUnmeasured", True)) == events
+        assert metric(node.publisher, d.CONTAINER_UNMEASURED) == [number]
 
 
 async def test_without_processes_of_the_host_the_sweep_is_not_said_to_hold(node: Node) -> None:

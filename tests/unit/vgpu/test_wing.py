@@ -19,7 +19,7 @@ from agent.kubelet.plugin_types import Allocation, Reason, Refused
 from agent.model.holding import Holding
 from agent.model.ledger import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.settings import Host, Modes, Settings
+from agent.settings import HostSettings, Modes, Settings
 from agent.settings import Vgpu as Configured
 from agent.telemetry import definitions as d
 from agent.vgpu.copies import Copies
@@ -51,7 +51,7 @@ class Site:
     def __init__(self, root: Path, modes: Modes = ALL, **configured: Any) -> None:
         self.root = root
         (root / "library.so").write_bytes(ELF)
-        self.host = Host(state=str(root / "state"), run=str(root / "run"), cdi=str(root / "cdi"))
+        self.host = HostSettings(state=str(root / "state"), run=str(root / "run"), cdi=str(root / "cdi"))
         vgpu = Configured(**{"enforcement": "library", "library": str(root / "library.so"), **configured})
         self.settings = Settings(host=self.host, vgpu=vgpu, modes=modes)
         self.modes: Cell[Assignment] = Cell(Assignment())

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from agent.web.connections import QUIET_SECONDS, Connection, Connections, Limits
+from agent.web.connections import QUIET_SECONDS, Connection, ConnectionLimits, Connections
 
-SMALL = Limits(connections=6, connections_per_address=3, requests=4, requests_per_address=2)
+SMALL = ConnectionLimits(connections=6, connections_per_address=3, requests=4, requests_per_address=2)
 
 
 class Server:
     """Connections by number, with those that were dropped."""
 
-    def __init__(self, limits: Limits = SMALL) -> None:
+    def __init__(self, limits: ConnectionLimits = SMALL) -> None:
         self.now = 0.0
         self.connections = Connections(limits, lambda: self.now)
         self.dropped: list[Connection] = []
@@ -68,9 +68,9 @@ def test_requests_have_places_of_their_own() -> None:
 
 def test_limits_leave_one_that_waits() -> None:
     with pytest.raises(ValueError, match="fewer requests"):
-        Limits(connections=10, requests=10)
+        ConnectionLimits(connections=10, requests=10)
     with pytest.raises(ValueError, match="fewer requests"):
-        Limits(connections_per_address=8, requests_per_address=8)
+        ConnectionLimits(connections_per_address=8, requests_per_address=8)
 
 
 def test_a_flood_is_told_once_and_its_end(logs: list[MutableMapping[str, Any]]) -> None:

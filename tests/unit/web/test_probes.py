@@ -8,9 +8,9 @@ import pytest
 from agent.kit.supervise import Supervisor, TaskState
 from agent.model.pod_names import without_pods
 from agent.web.probes import Probes
-from agent.web.server import HttpServer, Request
+from agent.web.server import HttpRequest, HttpServer
 
-REQUEST = Request("/")
+REQUEST = HttpRequest("/")
 
 
 def states(*given: TaskState) -> Supervisor:

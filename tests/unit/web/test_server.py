@@ -12,7 +12,7 @@ import pytest
 
 from agent.web import server as web
 from agent.web.listening import CannotListen
-from agent.web.server import HttpServer, Reply, Request
+from agent.web.server import HttpRequest, HttpServer, Reply
 
 Logs = list[MutableMapping[str, Any]]
 
@@ -26,7 +26,7 @@ async def serving(server: HttpServer) -> AsyncIterator[str]:
         group.cancel_scope.cancel()
 
 
-async def hello(request: Request) -> Reply:
+async def hello(request: HttpRequest) -> Reply:
     return Reply.text(f"hello {request.query.get('who', 'nobody')} {request.headers.get('x-colour')}")
 
 
@@ -72,7 +72,7 @@ def test_a_path_has_one_owner() -> None:
 
 
 async def test_a_failing_handler_is_logged_and_harms_nothing(logs: Logs) -> None:
-    async def broken(_: Request) -> Reply:
+    async def broken(_: HttpRequest) -> Reply:
         raise RuntimeError("secret detail")
 
     server = HttpServer("127.0.0.1", 0)
@@ -88,7 +88,7 @@ async def test_a_failing_handler_is_logged_and_harms_nothing(logs: Logs) -> None
 
 
 async def test_a_handler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, logs: Logs) -> None:
-    async def hangs(_: Request) -> Reply:
+    async def hangs(_: HttpRequest) -> Reply:
         await anyio.sleep_forever()
         raise AssertionError
 
@@ -109,7 +109,7 @@ async def test_stopping_ends_idle_and_hanging_connections() -> None:
     assert 2 * web.STOP_SECONDS < 1  # aiohttp waits this long at most, then cancels
     entered = anyio.Event()
 
-    async def hangs(_: Request) -> Reply:
+    async def hangs(_: HttpRequest) -> Reply:
         entered.set()
         await anyio.sleep_forever()
         raise AssertionError
@@ -139,7 +139,7 @@ async def test_stopping_ends_idle_and_hanging_connections() -> None:
 async def test_a_client_that_leaves_cancels_its_handler() -> None:
     entered, cancelled = anyio.Event(), anyio.Event()
 
-    async def hangs(_: Request) -> Reply:
+    async def hangs(_: HttpRequest) -> Reply:
         entered.set()
         try:
             await anyio.sleep_forever()

@@ -13,12 +13,12 @@ import anyio
 import pytest
 
 from agent.web import server as web
-from agent.web.connections import Connection, Limits
-from agent.web.server import HttpServer, Reply, Request
+from agent.web.connections import Connection, ConnectionLimits
+from agent.web.server import HttpRequest, HttpServer, Reply
 from tests.unit.web.test_server import hello, serving
 
 
-async def told(request: Request) -> Reply:
+async def told(request: HttpRequest) -> Reply:
     return Reply.text(f"{len(request.body)} bytes")
 
 
@@ -80,11 +80,11 @@ async def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest
 async def test_probes_are_answered_while_every_place_for_requests_is_taken() -> None:
     free = anyio.Event()
 
-    async def waits(_: Request) -> Reply:
+    async def waits(_: HttpRequest) -> Reply:
         await free.wait()
         return Reply.text("at last")
 
-    limits = Limits(connections=20, connections_per_address=12, requests=6, requests_per_address=4)
+    limits = ConnectionLimits(connections=20, connections_per_address=12, requests=6, requests_per_address=4)
     server = HttpServer("127.0.0.1", 0, limits=limits)
     server.add_route("/waits", waits)
     server.add_probe("/healthz", hello)
@@ -108,7 +108,7 @@ async def test_probes_are_answered_while_every_place_for_requests_is_taken() -> 
 
 
 async def test_who_does_not_read_the_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def large(_: Request) -> Reply:
+    async def large(_: HttpRequest) -> Reply:
         return Reply(b"x" * (32 << 20))
 
     monkeypatch.setattr(web, "ANSWER_SECONDS", 0.2)
@@ -187,7 +187,7 @@ async def test_a_want_of_descriptors_makes_room_and_passes(monkeypatch: pytest.M
 async def test_a_caller_that_is_dropped_in_the_middle_is_no_fault_of_ours(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def drops(_: Request) -> Reply:
+    async def drops(_: HttpRequest) -> Reply:
         for one in dropped:
             one.drop()
         return Reply(b"x" * (1 << 20))
