@@ -1,6 +1,6 @@
 """Keeps the record of who holds what at hand for reports on pods; decisions read it again."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -11,7 +11,7 @@ import anyio.to_thread
 import structlog
 
 from agent.holdings.checkpoint import Checkpoint, CheckpointUnreadable, Entries
-from agent.holdings.record import OURS, Evidence, PodEvidence, View, join
+from agent.holdings.record import OURS, Evidence, PodEvidence, PodKey, View, join
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kubelet.kubelet_socket import Identity, KubeletSocket
@@ -77,6 +77,8 @@ class HoldingsWatch:
         # The pods of this node by the API server, and the cell that is published when they change.
         self.view: Callable[[], View] = View
         self.pod_changes: Cell[Any] = Cell(None)
+        # Asks the API server for pods, by UID, beside the watch: the view shows what it answered.
+        self.ask_after: Callable[[Mapping[str, PodKey]], Awaitable[None]] | None = None
         self._checkpoint_known = False  # whether this process has read it at least once
         self._unreadable: str | None = None  # the checkpoint, and why
         self.cell: Cell[Record | None] = Cell(None)  # None: never read, or not readable now
@@ -211,6 +213,27 @@ class HoldingsWatch:
             if before == after:
                 return self._joined(replace(listed, began=began), entries, after, read=read)
         raise PodResourcesUnavailable(f"the kubelet restarted while it was asked by {self.client.path}")
+
+    async def confirm(self, holdings: Collection[Holding]) -> Record:
+        """The record after the API server was asked for holders that the kubelet does not list.
+
+        For when the kubelet offers what they hold: a kubelet that was away may know of an end that neither
+        the watch nor the checkpoint shows yet. Only the API server's word ends them. Within some 1 s.
+        """
+        listed = self._record.listed.holdings
+        doubted = {
+            uid: pod.key
+            for uid, pod in self._record.pods.items()
+            if pod.key and any(each in holdings and each not in listed for each in pod.holdings.values())
+        }
+        if doubted and self.ask_after:
+            await self.ask_after(doubted)
+            before = self._record
+            entries, view = before.entries, self.view()
+            self._record = join(before, before.listed, entries, view, same_kubelet=True, fresh=False)
+            if self.problem is None:
+                self._publish()
+        return self._record.joined
 
     def _joined(self, listed: Record, entries: Entries, kubelet: Identity | None, *, read: bool) -> Record:
         """The record by this reading; it is kept unless one that began later was answered before."""

@@ -30,9 +30,13 @@ class View:
     complete: bool = False  # the watch is up: a pod that is not among them is gone, or very new
     contested: frozenset[str] = frozenset()  # UIDs that several pods claim: nobody knows whose they are
     heard: float = -math.inf  # when the watch last spoke, by the monotonic clock in seconds
+    # UIDs of pods of which the API server, asked for each of them, has said that they are over.
+    over: Collection[str] = frozenset()
 
     def ended(self, uid: str) -> bool:
         """Whether a pod that was seen before is gone or has finished, as far as is known."""
+        if uid in self.over:
+            return True
         if known := self.pods.get(uid):
             return known.finished
         # One that is not there may have come while the watch was interrupted.
@@ -116,7 +120,7 @@ def join(
     def lives(uid: str, pod: PodEvidence) -> bool:
         if uid in named and (fresh or uid in before.outlived):
             return True
-        if pod.watched and view.ended(uid):
+        if uid in view.over or (pod.watched and view.ended(uid)):
             return False
         if pod.key in keys or uid in view.contested:
             return True  # a pod's devices are not given away because somebody contests its UID

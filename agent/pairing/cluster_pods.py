@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 
 import anyio
@@ -12,7 +13,7 @@ from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import PodCache
 from agent.holdings.holdings import HoldingsWatch
-from agent.holdings.record import View
+from agent.holdings.record import PodKey, View
 from agent.kit.backoff import Backoff
 from agent.model.pod import Pod
 from agent.pairing.pod_access import PodSource, PodsUnavailable, Recorder
@@ -20,6 +21,7 @@ from agent.pairing.pod_access import PodSource, PodsUnavailable, Recorder
 log = structlog.get_logger()
 
 WAITING_PATCHES = 256
+REMEMBERED = 1024  # UIDs of pods that are over; the watch shows these ends much earlier
 # Between tries while the agent's account lacks the right to patch pods.
 DENIED_SECONDS, DENIED_LONGEST_SECONDS = 30.0, 600.0
 
@@ -29,12 +31,21 @@ class ClusterPods(PodSource):
 
     def __init__(self, cache: PodCache) -> None:
         self._cache = cache
+        # UIDs of which the API server has said that they are over, ahead of the watch; the oldest first.
+        self._over: dict[str, None] = {}
 
     def view(self) -> View:
         """The pods by the UIDs that their cgroups carry."""
         known, reflector = self._cache.cgroup_uids(), self._cache.reflector
         heard = -math.inf if reflector.heard is None else reflector.heard
-        return View(known.pods, reflector.synced and reflector.problem is None, known.contested, heard)
+        # Such a copy is older than the answer, and no UID comes twice.
+        over = self._over.keys() & known.pods.keys()
+        pods = {uid: pod for uid, pod in known.pods.items() if uid not in over} if over else known.pods
+        return View(pods, self.current(), known.contested, heard, self._over.keys())
+
+    def current(self) -> bool:
+        reflector = self._cache.reflector
+        return reflector.synced and reflector.problem is None
 
     def pods_on_node(self) -> Collection[Pod]:
         return self._cache.pods().values()
@@ -42,6 +53,7 @@ class ClusterPods(PodSource):
     def inform(self, record: HoldingsWatch) -> None:
         """Have the record of who holds what know the pods of its node."""
         record.view, record.pod_changes = self.view, self._cache.reflector.items
+        record.ask_after = self.ask_after
 
     async def get(self, namespace: str, name: str) -> Pod | None:
         """One pod by a GET, unless the watch has shown it meanwhile."""
@@ -49,6 +61,34 @@ class ClusterPods(PodSource):
             return await self._cache.get(namespace, name)
         except ApiError as error:
             raise PodsUnavailable(str(error)) from error
+
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
+        try:
+            return await self._cache.fetch(namespace, name)
+        except ApiError as error:
+            raise PodsUnavailable(str(error)) from error
+
+    async def ask_after(self, pods: Mapping[str, PodKey]) -> None:
+        """Ask for pods by their UIDs, each by its name: the next view knows which are over.
+
+        Nothing is learnt of static pods, whose objects are mirrors, nor where the API server does not answer.
+        """
+
+        async def ask(uid: str, key: PodKey) -> None:
+            with suppress(PodsUnavailable):
+                now = await self.fetch(*key)
+                if now is None or now.uid != uid or now.finished:
+                    self._over[uid] = None
+                    log.info("pod_is_over", pod="/".join(key), uid=uid)
+
+        known = self._cache.cgroup_uids()
+        async with anyio.create_task_group() as group:
+            for uid, key in pods.items():
+                mirrors = uid in known.contested or (uid in known.pods and known.pods[uid].uid != uid)
+                if not mirrors and uid not in self._over:
+                    group.start_soon(ask, uid, key)
+        while len(self._over) > REMEMBERED:
+            del self._over[next(iter(self._over))]
 
 
 class ClusterRecorder(Recorder):

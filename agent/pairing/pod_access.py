@@ -39,7 +39,15 @@ class PodSource:
         """The pods as last seen; never waits."""
         return ()
 
+    def current(self) -> bool:
+        """Whether pods come and go in `pods_on_node`, as far as is known."""
+        return True
+
     async def get(self, namespace: str, name: str) -> Pod | None:
+        """One pod, read again unless a good copy is there; else as `fetch`."""
+        return await self.fetch(namespace, name)
+
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
         """One pod, read again, within a second; None: there is none. Raises PodsUnavailable."""
         raise PodsUnavailable(f"pod {namespace}/{name} cannot be read: the agent has no API server")
 

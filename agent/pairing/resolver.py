@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 import structlog
@@ -101,6 +101,7 @@ class RequesterResolver:
         began = counted = anyio.current_time()
         give_up, doubt_ends = began + PATIENCE_SECONDS, began + self._doubt.seconds(began)
         pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        asked: dict[str, Pod | None] = {}
         for attempt in itertools.count(1):
             facts = await self._facts(member, give_up - anyio.current_time())
             found = self._askers(member, size, facts, reservations)
@@ -108,6 +109,9 @@ class RequesterResolver:
                 # A listed pod whose known copy is over may have a namesake by now.
                 over = [key for key, pod in facts.pods.items() if pod.finished or pod.ending]
                 facts = await self._fetched(facts, facts.record, over, member)
+                found = self._askers(member, size, facts, reservations)
+            if len(found) == 1:
+                facts = await self._confirmed(facts, found[0], asked)
                 found = self._askers(member, size, facts, reservations)
             found = [each for each in found if each.pod.uid not in refused] or found
             if len(found) > 1 and attempt >= TRIES and alone():
@@ -139,6 +143,36 @@ class RequesterResolver:
         known = sorted(self._source.pods_on_node(), key=lambda pod: not (pod.finished or pod.ending))
         facts = Facts(record, pods := {pod.key: pod for pod in known})
         return await self._fetched(facts, record, record.pods - pods.keys(), member) if record else facts
+
+    async def _confirmed(self, facts: Facts, asker: Asker, asked: dict[str, Pod | None]) -> Facts:
+        """With a fresh copy of the only one that may be asking, where the copy may be of a pod that is over.
+
+        Its successor of the same name is another pod: with limits, a namespace's policy and a UID of its own.
+        `asked`: fresh copies of this call by the older copy's UID; None: the API server did not answer.
+        """
+        pod, current = asker.pod, self._source.current()
+        if facts.record is None and not current:
+            # Neither the kubelet nor the API server shows the pods that have come since.
+            return replace(facts, unknown=facts.unknown | {pod.key})
+        waits = pod.status.phase == "Pending"
+        if current and waits:
+            return facts
+        if pod.uid not in asked:
+            asked[pod.uid] = None
+            try:
+                fresh = await self._source.fetch(*pod.key)
+            except PodsUnavailable as error:
+                log.info("pod_unreadable", pod="/".join(pod.key), problem=str(error))
+            else:
+                if fresh is None:
+                    pods = {key: each for key, each in facts.pods.items() if key != pod.key}
+                    del asked[pod.uid]
+                    return replace(facts, pods=pods, absent=facts.absent | {pod.key})
+                asked[pod.uid] = fresh
+        if known := asked[pod.uid]:
+            return replace(facts, pods={**facts.pods, pod.key: known})
+        # One that waits by the copy is most likely the same; one that runs was served before.
+        return facts if waits else replace(facts, unknown=facts.unknown | {pod.key})
 
     async def _fetched(
         self, facts: Facts, record: Record, keys: Collection[PodKey], member: PairMember

@@ -217,7 +217,14 @@ class Isolation:
             return
         held, now = self._read(record), self._clock()
         known = self.containers.value
-        ended = {key for key, limits in known.items() if limits.about.uid in record.ended}
+        # A name that the kubelet lists may be a later pod's, which got its limits while an interrupted watch
+        # showed the earlier one, and whose units no reading shows yet.
+        ended = {
+            key
+            for key, limits in known.items()
+            if limits.about.uid in record.ended
+            and (limits.about.namespace, limits.about.pod) not in record.pods
+        }
         lives = {key for key, limits in known.items() if limits.about.uid in record.unfinished}
         gone = [
             key

@@ -81,7 +81,10 @@ class PgpuPlugin:
         taken, _ = await self._taken(offered)
         free = [text for text in dict.fromkeys(request.available) if text in offered and text not in taken]
         if taken and len(chosen) + len(free) < request.size:
-            raise self._held_already(taken)
+            taken = await self._confirmed(taken)
+            free = [text for text in dict.fromkeys(request.available) if text in offered.difference(taken)]
+            if len(chosen) + len(free) < request.size:
+                raise self._held_already(taken)
         if not any(SEPARATOR in text for text in (*free, *chosen)):
             topology = self._inventory.value.topology
             return choose(topology, [*chosen, *free], chosen, request.size)
@@ -108,8 +111,9 @@ class PgpuPlugin:
                 "ask for 1 (timeSlicing.refuseMoreThanOne is on)"
             )
         taken, record = await self._taken(ids)
-        if refused := {text: held for text, held in taken.items() if not self._inherited(held, record)}:
-            raise self._held_already(refused)
+        refused = {text: held for text, held in taken.items() if not self._inherited(held, record)}
+        if refused and (confirmed := await self._confirmed(refused)):
+            raise self._held_already(confirmed)
         # Once more: while the kubelet was asked a GPU may have changed its mode or fallen ill.
         gpus = dict.fromkeys(self._sold(device_id).gpu for device_id in ids)
         self._granted |= dict.fromkeys(ids, monotonic())
@@ -131,12 +135,22 @@ class PgpuPlugin:
         except PodResourcesUnavailable as error:
             text = f"whether GPUs of {self.resource} are still held is not known: {error}"
             raise Refused(text, Reason.UNAVAILABLE) from error
+        # What the kubelet does not show by now was refused elsewhere, or its holder has ended.
+        self._granted = {text: when for text, when in self._granted.items() if when >= record.began}
+        return self._holders(ids, record), record
+
+    async def _confirmed(self, taken: Mapping[str, Holding]) -> Mapping[str, Holding]:
+        """Those of `taken` that are still held when the API server was asked for their holders."""
+        record = await self._record.confirm(tuple(taken.values()))
+        if record.began >= self._known.began:
+            self._known = record
+        return self._holders(taken, record)
+
+    def _holders(self, ids: Collection[str], record: Record) -> Mapping[str, Holding]:
         # Of a pod that nobody can name only the checkpoint speaks, which is older than the kubelet's offer.
         named = [held for held in record.holdings if held.namespace and held.resource == self.resource]
         holders = {text: held for held in named for text in held.ids}
-        # What the kubelet does not show by now was refused elsewhere, or its holder has ended.
-        self._granted = {text: when for text, when in self._granted.items() if when >= record.began}
-        return {text: holders[text] for text in ids if text in holders}, record
+        return {text: holders[text] for text in ids if text in holders}
 
     def _inherited(self, held: Holding, record: Record) -> bool:
         """Whether a later container of the pod may be asking: the kubelet hands on what this one had.

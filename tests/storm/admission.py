@@ -36,6 +36,9 @@ OFFER_SECONDS = 0.05
 NOT_LISTED = "no healthy devices present"  # the kubelet's words (`devicesToAllocate`)
 NOT_READ = "are still held is not known"  # the agent's, of whole GPUs that were handed out (`plugins.pgpu`)
 
+STILL_HELD = "is held by another container, though the kubelet offers it"  # the agent's, of whole GPUs
+OUT_OF = "OutOf"  # begins the reason of the kubelet's own fit check, which counts what pods ask for
+
 Used = dict[str, Counter[Unit]]
 Entry = tuple[str, str, str, Allocation]  # UID, container, resource
 
@@ -71,8 +74,9 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
         now, late = anyio.current_time(), freed if NOT_LISTED in message else ()
         views += [_sum(entries, pod.uid) for since, entries in late if now - since <= OFFER_SECONDS]
         excuses.note()
-        judged = Judged(world, excuses, pod, unread=NOT_READ in message)
+        judged = Judged(world, excuses, pod, unread=NOT_READ in message, kept=STILL_HELD in message)
         looked_at = not (OTHERS in message or pod.deleting or pod.spec.static)
+        looked_at &= not (reason.startswith(OUT_OF) and _runs_without(self, reason.removeprefix(OUT_OF)))
         if looked_at and _unexcused(excuses, judged, views):
             found(f"pod {pod.spec.name} was refused though it fits: {reason}: {message}")
         before(self, pod, reason, message)
@@ -100,12 +104,17 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
 class Judged:
     """A pod that was refused, and whether it would fit."""
 
-    def __init__(self, world: World, excuses: Excuses, pod: Pod, *, unread: bool) -> None:
-        """`unread`: the agent said that it could not read who holds the GPUs that were offered."""
+    def __init__(self, world: World, excuses: Excuses, pod: Pod, *, unread: bool, kept: bool) -> None:
+        """`unread`: the agent said that it could not read who holds the GPUs that were offered.
+
+        `kept`: that somebody holds one. Who ended while the kubelet was away does so by all that can be read,
+        until the API server answers when it is asked.
+        """
         self._world = world
         self._excuses = excuses
         self._pod = pod
         self._unread = unread
+        self._kept = kept
         agent = world.running
         self._modes = {one.uuid: one.active.mode for one in agent.switcher.state.value.gpus} if agent else {}
         self._wants = _needs(pod.spec)
@@ -143,7 +152,7 @@ class Judged:
         if not excuses.applies(uuid) or excuses.of(uuid, mode) is not None:
             return True
         # Whole GPUs that were handed out before are handed out again by a reading alone.
-        return self._unread and excuses.records_are_away()
+        return (self._unread and excuses.records_are_away()) or (self._kept and excuses.calls_fail())
 
     def _forgotten(self, resource: str) -> bool:
         """Whether the kubelet offers what it knows to be held (`acts.kubelets.forget`)."""
@@ -185,6 +194,17 @@ class Judged:
         # Cores of a GPU without free memory are on no list, nor is the reverse (`offers.py`); node.status, by
         # which the pod was bound, may be older.
         return any(core >= max(cores, 1) and memory >= max(blocks, 1) for core, memory, _ in rooms)
+
+
+def _runs_without(life: Life, resource: str) -> bool:
+    """Whether a pod was admitted while its resource was unknown: the kubelet counts what it asks for."""
+    return any(
+        each.limits.get(resource, 0)
+        and resource not in life.devices.tables.pods.of_container(pod.uid, each.name)
+        for pod in life._pods.values()
+        if pod.admitted or pod.phase is Phase.RUNNING
+        for each in pod.spec.containers
+    )
 
 
 def _containers(spec: PodSpec) -> tuple[ContainerSpec, ...]:

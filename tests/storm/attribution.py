@@ -16,11 +16,13 @@ def observe(found: Callable[[str], None]) -> Callable[[], None]:
     """Call `found` with each share that was granted as another container's; the answer ends it."""
     allocate, grant = DeviceManager.allocate, Pairing.allocate
     asking: list[tuple[str, str]] = []  # pod UID and container of those that the kubelet serves now
+    names: dict[str, str] = {}  # of their pods, by UID
 
     async def serving(
         self: DeviceManager, pod: PodSpec, uid: str, container: ContainerSpec, running: bool
     ) -> None:
         asking.append((uid, container.name))
+        names[uid] = "/".join(pod.key)
         try:
             await allocate(self, pod, uid, container, running)
         finally:
@@ -31,9 +33,16 @@ def observe(found: Callable[[str], None]) -> Callable[[], None]:
         answer = await grant(self, member, ids)
         life = seams.LIFE.get()
         known = {*before, *asking}
+        # A copy that waits is believed while the API server says nothing: a successor of its name is then not
+        # to be known from it. Limits stay by the name, and the container is the right one.
+        believed = answer.pod.status.phase == "Pending" and not self._resolver._source.current()
+        named_so = {(names[uid], container) for uid, container in known}
+        if believed and ("/".join(answer.pod.key), answer.container) in named_so:
+            return answer
         if known and (answer.pod.uid, answer.container) not in known and not (life and life.dead):
             named = f"{answer.pod.namespace}/{answer.pod.name} ({answer.pod.uid}), {answer.container}"
-            found(f"{member.value} was granted to {named}; the kubelet asked for {sorted(known)}")
+            wanted = sorted(f"{names[uid]} ({uid}), {container}" for uid, container in known)
+            found(f"{member.value} was granted to {named}; the kubelet asked for {'; '.join(wanted)}")
         return answer
 
     DeviceManager.allocate = serving  # type: ignore[method-assign]

@@ -27,6 +27,7 @@ AFTER = {
     "stream": 0.5,  # of the GPU's mode is cut
     "gpu": 1.0,  # is not well
     "mode": 2.0,  # of the GPU changes: the kubelet looks for plugins once in a second
+    "calls": 2.0,  # are refused, lost or late: a GET may take 1 s
     "api": 6.0,  # ends of pods are known by the next reading of the record at the latest
     "records": 6.0,  # are away, torn or late
     "daemon": 6.0,  # of the GPU is dead or hangs; `mps_service` says how long
@@ -125,6 +126,10 @@ class Excuses:
         """Whether nobody could read who holds what just now, of whatever mode."""
         return anyio.current_time() - self._last.get("records", -LONG) <= AFTER["records"]
 
+    def calls_fail(self) -> bool:
+        """Whether the API server did not answer calls as it should just now; watches may be mute."""
+        return anyio.current_time() - self._last.get("calls", -LONG) <= AFTER["calls"]
+
     def _most(self, kind: str) -> float:
         """For how many seconds a cause excuses something."""
         began = self._begun.get(kind, LONG)
@@ -167,6 +172,8 @@ class Excuses:
                     yield f"stream {MODES.get(resource, Mode.PGPU).value}"
         if not world.api_well or world.http.silent or (agent and _is_behind(agent)):
             yield "api"
+        if not world.api_well:
+            yield "calls"
         slow = sum(seams.KUBELET.answering) + seams.KUBELET.reading > SLOW_SECONDS
         if seams.KUBELET.records or world.checkpoint is not None or slow:
             yield "records"

@@ -103,7 +103,9 @@ class KubeletModel(PodSource):
         self.specs_readable = True
         self.cached = True  # whether the watch shows pods before the kubelet asks
         self.records_readable = True
-        self.lists = 0
+        self.lists, self.gets = 0, 0
+        self.watching, self.reachable = True, True  # the API server's watch, and itself
+        self.renewed: dict[Key, Pod] = {}  # what the API server has, and an interrupted watch does not show
         # Pods that a kubelet which has just restarted has heard of; None: it has heard of all.
         self.heard: set[Key] | None = None
         self._last_heard: set[Key] | None = None  # at the last reading: another set is another kubelet's
@@ -171,6 +173,17 @@ class KubeletModel(PodSource):
         if not self.specs_readable:
             raise PodsUnavailable("no API server here")
         return self.api.get((namespace, name))
+
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
+        """One GET."""
+        self.gets += 1
+        if not self.reachable:
+            raise PodsUnavailable("no API server here")
+        return self.renewed.get((namespace, name), self.api.get((namespace, name)))
+
+    def current(self) -> bool:
+        """Whether the watch is up."""
+        return self.watching
 
     # The agent
 

@@ -1,7 +1,7 @@
 """Pods and their owners by way of the Kubernetes API: what is read of a pod, and what is written back."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
+from agent.cluster.cgroup_uids import CgroupUids
 from agent.cluster.event_recorder import Event
+from agent.cluster.reflector import Reflector
 from agent.model.pod import Container, Pod, Stage
 from agent.pairing import cluster_pods
 from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
@@ -254,3 +256,45 @@ def test_refusals_and_ignored_hints_become_warnings_on_the_pod() -> None:
         ("AllocationRefused", "no room", True, "u"),
         ("PlacementHintIgnored", "GPU 3 is full", True, "u"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "over"),
+    [
+        (None, True),
+        (api_pod("next"), True),
+        (api_pod("u"), False),
+        (changed(api_pod("u"), phase="Succeeded"), True),
+        (ApiUnavailable("away"), False),
+    ],
+    ids=["gone", "replaced", "there", "finished", "no answer"],
+)
+async def test_a_pod_is_over_by_the_answer_to_a_question_ahead_of_the_watch(
+    answer: Pod | Exception | None, over: bool
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Kept(Cache):
+        """A mute watch, which shows the pod."""
+
+        reflector = Reflector(cast("Any", None), "", {}, Pod, "pods")
+
+        def cgroup_uids(self) -> CgroupUids[Pod]:
+            return CgroupUids({**self.items, "hash": api_pod("mirror")}, frozenset({"contested"}))
+
+        async def fetch(self, namespace: str, name: str) -> Pod | None:
+            asked.append((namespace, name))
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    cache = Kept()
+    cache.items = {"u": api_pod("u")}
+    source = ClusterPods(cache)  # type: ignore[arg-type]
+    # Of a static pod the API server knows a mirror alone, which anybody may delete.
+    await source.ask_after({"u": ("ns", "p"), "hash": ("ns", "static"), "contested": ("ns", "q")})
+    assert asked == [("ns", "p")]
+    view = source.view()
+    assert (view.ended("u"), "u" in view.pods) == (over, not over)
+    assert not view.ended("contested")
+    assert not view.complete

@@ -358,3 +358,50 @@ async def test_a_pod_that_the_watch_brings_while_a_get_hangs_is_found(
     kubelet.get = hanging  # type: ignore[method-assign]
     await kubelet.admit(pod("a", share("main", 10, 5)))
     assert len(kubelet.gpus_of(("default", "a"), "main")) == 1
+
+
+@pytest.mark.parametrize(("watch", "served"), [("interrupted", True), ("interrupted", False), ("mute", True)])
+async def test_a_successor_of_the_same_name_is_granted_as_itself(watch: str, served: bool) -> None:
+    """A watch that is interrupted, or silent, shows the one before; its successor has a UID of its own."""
+    kubelet = KubeletModel()
+    before = pod("a", share("main", 20, 10), phase="Running" if served else "Pending")
+    kubelet.api[before.key] = before
+    after = changed(before, uid="uid-next", phase="Pending")
+    kubelet.taken_up[after.key] = Admission(after)
+    kubelet.renewed[after.key] = after
+    kubelet.watching = watch == "mute"
+    free = kubelet.listed(PairMember.CORE)
+    ids = await kubelet.pairing.prefer(PairMember.CORE, 20, sorted(free))
+    grant = await kubelet.pairing.allocate(PairMember.CORE, ids)
+    assert grant.pod.uid == "uid-next"
+
+
+async def test_a_pod_that_was_served_asks_for_nothing_where_nobody_can_say_that_it_is_itself() -> None:
+    kubelet = KubeletModel()
+    before = pod("a", share("main", 20, 10), phase="Running")
+    kubelet.api[before.key] = before
+    kubelet.taken_up[before.key] = Admission(before)
+    kubelet.watching = kubelet.reachable = False
+    free = sorted(kubelet.listed(PairMember.CORE))
+    with pytest.raises(PairRefused, match="restore the connection to the API server") as refusal:
+        await kubelet.pairing.prefer(PairMember.CORE, 20, free)
+    assert refusal.value.cause is Cause.UNAVAILABLE
+    assert kubelet.gets == 1
+    # One that waits by the copy is most likely the same, and nothing else keeps it from starting.
+    kubelet.api[before.key] = changed(before, phase="Pending")
+    assert len(await kubelet.pairing.prefer(PairMember.CORE, 20, free)) == 20
+
+
+async def test_no_pod_of_an_old_copy_is_guessed_without_the_kubelets_record() -> None:
+    """One that neither the record nor the watch shows may be asking for as much, of another namespace."""
+    kubelet = KubeletModel()
+    known = pod("a", share("main", 20, 10))
+    kubelet.api[known.key] = known
+    kubelet.records_readable = False
+    free = sorted(kubelet.listed(PairMember.CORE))
+    kubelet.watching = False
+    with pytest.raises(PairRefused, match="restore the connection to the API server") as refusal:
+        await kubelet.pairing.prefer(PairMember.CORE, 20, free)
+    assert refusal.value.cause is Cause.UNAVAILABLE
+    kubelet.watching = True
+    assert len(await kubelet.pairing.prefer(PairMember.CORE, 20, free)) == 20

@@ -312,6 +312,18 @@ async def test_a_pod_that_has_ended_leaves_nothing_at_once(node: Node) -> None:
     assert await node.folders() == []
 
 
+async def test_limits_stay_that_a_pod_got_under_the_name_and_uid_of_the_one_before(node: Node) -> None:
+    """An interrupted watch showed the one before, and shows its end before a reading shows the new units."""
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    node.record.publish(Record((), (("default", "a", "main"),), frozenset({"uid-a"})))
+    await node.isolation.tidy()
+    node.now = 2 * GRACE_SECONDS
+    node.holding(("a", units()), ended=["uid-a"])
+    await node.isolation.tidy()
+    assert await node.folders() == [key_of(units())]
+
+
 async def test_while_nobody_knows_who_holds_what_all_folders_stay(node: Node) -> None:
     await node.isolation.start()
     await node.isolation.admit(request("a"))

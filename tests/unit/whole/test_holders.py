@@ -2,7 +2,9 @@
 
 from time import monotonic
 
-from agent.kubelet.plugin_types import Reason
+import pytest
+
+from agent.kubelet.plugin_types import Reason, Refused
 from agent.model.holding import Holding, Record, Source
 from agent.whole.plugin import RESOURCE
 from tests.unit.whole.test_plugin import Parts
@@ -81,3 +83,28 @@ async def test_what_init_containers_held_goes_on_to_their_own_pod_alone() -> Non
     main = Holding("ns", "p", "main", RESOURCE, ("GPU-1",))
     parts.truth = Record((held, main), (("ns", "p", "main"),))
     assert await parts.held_by("GPU-0") == ("ns/p", "prepare")
+
+
+@pytest.mark.parametrize("call", ["prefer", "allocate"])
+async def test_holders_are_asked_after_before_a_pod_is_refused_for_them(call: str) -> None:
+    """The kubelet, which may have heard of their end first, offers what they hold."""
+    parts = Parts(2)
+
+    async def served() -> bool:
+        try:
+            if call == "prefer":
+                return await parts.prefer(("GPU-0", "GPU-1"), 2) == ["GPU-0", "GPU-1"]
+            return await parts.allocate("GPU-0") == "GPU-0"
+        except Refused:
+            return False
+
+    parts.hold("GPU-0")
+    assert not await served()
+    parts.over = {"p"}
+    assert await served()
+    assert parts.asked == [["p"]] * 2
+    # Nobody is asked where there is enough without.
+    parts.hold("GPU-0")
+    parts.over = set()
+    assert await parts.prefer(("GPU-0", "GPU-1"), 1) == ["GPU-1"]
+    assert len(parts.asked) == 2

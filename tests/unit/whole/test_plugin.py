@@ -43,15 +43,26 @@ class Parts:
         self.cell: Cell[Record | None] = Cell(None)
         self.truth: Record | None = Record((), ())  # None: the kubelet does not answer
         self.looks = 0
+        self.began = 0.0  # when the last reading began
+        self.over: set[str] = set()
+        self.asked: list[list[str]] = []
         injector = Injector(Settings(injection=Injection(strategy="envvar")))
         self.plugin = PgpuPlugin(self.inventory, self.modes, cast("Any", self), injector, **options)
 
     async def look(self, deadline: float = 1.0) -> Record:
         self.looks += 1
-        began = monotonic()
+        began = self.began = monotonic()
         if self.truth is None:
             raise PodResourcesUnavailable("no answer")
         return replace(self.truth, began=began)
+
+    async def confirm(self, holdings: Sequence[Holding]) -> Record:
+        """The API server is asked for these holders: `over` are."""
+        assert self.truth is not None
+        self.asked.append([each.pod for each in holdings])
+        left = tuple(each for each in self.truth.holdings if each.pod not in self.over)
+        self.truth = replace(self.truth, holdings=left)
+        return replace(self.truth, began=self.began)
 
     async def refresh(self) -> None:
         """The record is read by its timer, or at a pod's end; the plugin follows."""
