@@ -227,6 +227,7 @@ async def test_a_clock_that_steps_back_loses_no_samples(monkeypatch: pytest.Monk
         # The driver still has the hour-ahead sample of 78: it is an old one, not a new one each second.
         monkeypatch.setattr("agent.telemetry.process_work.DRIVER_SECONDS", 1.0)
         monkeypatch.setattr("agent.telemetry.process_work.SHORTEST_SECONDS", 1 / 6)
+        await work_becomes(parts.sampler, uuids[0], {})
         for percent in (20, 80):
             machine.processes.work(77, percent)
             await work_becomes(parts.sampler, uuids[0], {77: percent / 100})
