@@ -9,14 +9,14 @@ from agent.model.holding import GpuHolder
 from agent.model.ids import SEPARATOR, parse
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.switch_state import GpuSwitch
-from agent.modes.transition import ModeState, Stage
+from agent.modes.transition import ModeStage, ModeState
 
 log = structlog.get_logger()
 
 
 def log_changes(before: Assignment, states: Mapping[str, ModeState], listed: Mapping[str, GpuMode]) -> None:
     """Log what `listed` changes: one line for GPUs that change in the same way."""
-    alike: dict[tuple[Stage, GpuMode], list[str]] = {}
+    alike: dict[tuple[ModeStage, GpuMode], list[str]] = {}
     for uuid, mode in listed.items():
         if mode != before.of(uuid):
             alike.setdefault((states[uuid].stage, mode), []).append(uuid)

@@ -11,7 +11,7 @@ from agent.model.gpu import Gpu
 from agent.model.modes import Mode
 from agent.modes import transition
 from agent.modes.planner import Wings
-from agent.modes.transition import WORKING, ModeState, Stage
+from agent.modes.transition import WORKING, ModeStage, ModeState
 from agent.modes.wing import SetUpFailed, Wing
 
 log = structlog.get_logger()
@@ -22,7 +22,7 @@ Outcome = Callable[[ModeState], ModeState]
 
 @dataclass
 class _Job:
-    stage: Stage
+    stage: ModeStage
     running: Mode
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
@@ -52,7 +52,7 @@ class GpuWork:
     def without_work(self, state: ModeState) -> ModeState:
         """The state once all work is done that is none, for modes that need nothing but their lists."""
         while state.stage in WORKING and not self._preparing(state.running):
-            done = transition.torn_down if state.stage is Stage.TEARING_DOWN else transition.set_up
+            done = transition.torn_down if state.stage is ModeStage.TEARING_DOWN else transition.set_up
             state = done(state)
         return state
 
@@ -62,7 +62,7 @@ class GpuWork:
         if gpu.uuid in self._jobs:
             job = self._jobs[gpu.uuid]
             # What is being torn down cannot be left half torn down.
-            if job and job.stage is not Stage.TEARING_DOWN and not job.fits(state):
+            if job and job.stage is not ModeStage.TEARING_DOWN and not job.fits(state):
                 job.scope.cancel()
         elif state.stage in WORKING:
             self._jobs[gpu.uuid] = None
@@ -88,7 +88,7 @@ class GpuWork:
 
     async def _done(self, gpu: Gpu, job: _Job) -> Outcome:
         wing = self._preparing(job.running)
-        if job.stage is Stage.TEARING_DOWN:
+        if job.stage is ModeStage.TEARING_DOWN:
             if wing:
                 await wing.give_back(gpu)
             return transition.torn_down

@@ -47,7 +47,7 @@ from agent.modes.ports import Announcer
 from agent.modes.resources import ResourceSet
 from agent.modes.retry import Retry
 from agent.modes.switch_state import STARTING, Phase, SwitchState
-from agent.modes.transition import WORKING, ModeState, Stage
+from agent.modes.transition import WORKING, ModeStage, ModeState
 from agent.modes.unexplained import Unexplained
 
 log = structlog.get_logger()
@@ -163,7 +163,7 @@ class ModeSwitcher:
         plan = Plan(cordoned(targets, self._gpus, self._cordons.value), plan.problem, plan.obeys)
         waiting, missing = busy, ""
         await self._aim(plan.targets)
-        if any(self._states[uuid].stage in (Stage.CLOSING, Stage.DRAINING) for uuid in plan.targets):
+        if any(self._states[uuid].stage in (ModeStage.CLOSING, ModeStage.DRAINING) for uuid in plan.targets):
             holders = await self._holders()
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
@@ -232,7 +232,7 @@ class ModeSwitcher:
         closing = {
             uuid: state
             for uuid, state in after.items()
-            if state.stage is Stage.CLOSING and self._states[uuid].stage is Stage.OFFERED
+            if state.stage is ModeStage.CLOSING and self._states[uuid].stage is ModeStage.OFFERED
         }
         self._change({uuid: state for uuid, state in after.items() if uuid not in closing})
         if not closing:
@@ -256,7 +256,7 @@ class ModeSwitcher:
             self._retry.reset()
             self._failing = False
             return {}
-        if any(state.stage in WORKING or state.stage is Stage.READY for state in states.values()):
+        if any(state.stage in WORKING or state.stage is ModeStage.READY for state in states.values()):
             return {}  # of this round of tries some are still under way
         snapshot = self._inventory.value
         healthy = [state.healthy for state in snapshot.gpus if state.uuid in failed]
@@ -280,7 +280,7 @@ class ModeSwitcher:
             held = bool(holders.get(uuid)) or uuid in stay
             after = transition.looked(state, held=held, granted=uuid in granted)
             changed[uuid] = after
-            if after.stage in (Stage.CLOSING, Stage.DRAINING) and not after.stands_as_wanted:
+            if after.stage in (ModeStage.CLOSING, ModeStage.DRAINING) and not after.stands_as_wanted:
                 nobody = (
                     "a process of a pod that has ended" if uuid in stay else "a pod that is being admitted"
                 )
@@ -290,7 +290,7 @@ class ModeSwitcher:
 
     async def _offer_ready_ones(self) -> None:
         """Everything that is ready is offered, all in one publication."""
-        if any(state.stage is Stage.READY for state in self._states.values()):
+        if any(state.stage is ModeStage.READY for state in self._states.values()):
             # IDs that left the old mode's list a moment ago must be gone there before they stand in another.
             await self._delivered()
             self._change({uuid: transition.offered(state) for uuid, state in self._states.items()})
@@ -334,7 +334,7 @@ class ModeSwitcher:
         targets, apart = plan.targets, {*self._cordons.value, *self._others}
         states = {uuid: self._states[uuid] for uuid in targets}
         problems = {uuid: state.failure for uuid, state in states.items() if state.failure}
-        working = any(state.stage in WORKING or state.stage is Stage.READY for state in states.values())
+        working = any(state.stage in WORKING or state.stage is ModeStage.READY for state in states.values())
         pause = DRAIN_LOOK_SECONDS if waiting else IDLE_SECONDS
         # A GPU that is cordoned by hand, or withheld, drains beside: the request is in force without it.
         mode_waits = {uuid: pods for uuid, pods in waiting.items() if uuid not in apart}

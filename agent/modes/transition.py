@@ -18,7 +18,7 @@ UNSEEN: Final = GpuMode(reason="the GPU has just been found")
 TAKEN_OVER: Final = "taken over from before"
 
 
-class Stage(Enum):
+class ModeStage(Enum):
     OFF = "off"  # offered by nobody
     OFFERED = "offered"
     CLOSING = "closing"  # offers nothing more; all IDs are listed until no allocation can be under way
@@ -30,14 +30,14 @@ class Stage(Enum):
 
 
 # Stages in which a task of the GPU is at work.
-WORKING: Final = frozenset({Stage.TEARING_DOWN, Stage.SETTING_UP, Stage.GOING_BACK})
+WORKING: Final = frozenset({ModeStage.TEARING_DOWN, ModeStage.SETTING_UP, ModeStage.GOING_BACK})
 
 
 @dataclass(frozen=True, slots=True)
 class ModeState:
     """One GPU. `target` is what it shall be offered as."""
 
-    stage: Stage = Stage.OFF
+    stage: ModeStage = ModeStage.OFF
     target: GpuMode = UNSEEN
     mode: Mode = Mode.OFF  # on whose lists it stands
     replicas: int = 1
@@ -52,24 +52,24 @@ class ModeState:
             if self.target.mode is Mode.OFF:
                 return GpuMode(reason=self.target.reason, refused=self.target.refused)
             return GpuMode(reason=self.failure or BETWEEN)
-        if self.stage is Stage.OFFERED:
+        if self.stage is ModeStage.OFFERED:
             return GpuMode(self.mode, replicas=self.replicas)
-        offering = Offering.CLOSING if self.stage is Stage.CLOSING else Offering.CLOSED
+        offering = Offering.CLOSING if self.stage is ModeStage.CLOSING else Offering.CLOSED
         return GpuMode(self.mode, offering, self.target.reason or self.failure or CHANGING, self.replicas)
 
     @property
     def reached(self) -> bool:
         """Whether it is offered, or not offered, as wanted."""
         if self.target.mode is Mode.OFF:
-            return self.stage is Stage.OFF
-        return self.stage is Stage.OFFERED and self.stands_as_wanted
+            return self.stage is ModeStage.OFF
+        return self.stage is ModeStage.OFFERED and self.stands_as_wanted
 
     @property
     def resting(self) -> bool:
         """Whether nothing happens to it before it is tried again or something else is wanted."""
-        if self.stage is Stage.DRAINING:
+        if self.stage is ModeStage.DRAINING:
             return self.stands_as_wanted
-        return self.stage in (Stage.OFF, Stage.OFFERED)
+        return self.stage in (ModeStage.OFF, ModeStage.OFFERED)
 
     @property
     def stands_as_wanted(self) -> bool:
@@ -83,7 +83,7 @@ def first_seen(held_as: GpuMode | None) -> ModeState:
         return ModeState()
     target = replace(UNSEEN, reason=TAKEN_OVER)
     # Whether anything runs for these pods is seen when it is set up again, or torn down.
-    return ModeState(Stage.DRAINING, target, held_as.mode, held_as.replicas)
+    return ModeState(ModeStage.DRAINING, target, held_as.mode, held_as.replicas)
 
 
 def wanted(state: ModeState, target: GpuMode) -> ModeState:
@@ -92,49 +92,49 @@ def wanted(state: ModeState, target: GpuMode) -> ModeState:
         return state
     after = replace(state, target=target, failure="")
     match state.stage:
-        case Stage.OFF:
+        case ModeStage.OFF:
             return _begun(after)
-        case Stage.OFFERED:
+        case ModeStage.OFFERED:
             return after if after.reached else _closed(after)
-        case Stage.CLOSING | Stage.DRAINING:
+        case ModeStage.CLOSING | ModeStage.DRAINING:
             return _offered_again(after) if after.stands_as_wanted else after
-        case Stage.TEARING_DOWN:
+        case ModeStage.TEARING_DOWN:
             return after
-        case Stage.SETTING_UP | Stage.READY if state.mode is not Mode.OFF:
+        case ModeStage.SETTING_UP | ModeStage.READY if state.mode is not Mode.OFF:
             # It was about to be offered again as it stands listed, with its holders.
             return after if after.stands_as_wanted else _listed_only(after)
-        case Stage.READY if state.running is target.mode:
+        case ModeStage.READY if state.running is target.mode:
             return after
-        case Stage.SETTING_UP | Stage.READY | Stage.GOING_BACK:
-            return replace(after, stage=Stage.TEARING_DOWN, before=OFF)
+        case ModeStage.SETTING_UP | ModeStage.READY | ModeStage.GOING_BACK:
+            return replace(after, stage=ModeStage.TEARING_DOWN, before=OFF)
 
 
 def looked(state: ModeState, *, held: bool, granted: bool) -> ModeState:
     """Its list has left for the kubelet, and this is who is on it: holders, and grants of this moment."""
     match state.stage:
-        case Stage.CLOSING if not granted:
-            return replace(state, stage=Stage.DRAINING) if held else _ended(state)
-        case Stage.DRAINING if not (held or granted or state.stands_as_wanted):
+        case ModeStage.CLOSING if not granted:
+            return replace(state, stage=ModeStage.DRAINING) if held else _ended(state)
+        case ModeStage.DRAINING if not (held or granted or state.stands_as_wanted):
             return _ended(state)
     return state
 
 
 def torn_down(state: ModeState) -> ModeState:
     """Nothing runs for its old mode any more."""
-    if state.stage is not Stage.TEARING_DOWN:
+    if state.stage is not ModeStage.TEARING_DOWN:
         return state
     return _begun(replace(state, mode=Mode.OFF, replicas=1, running=Mode.OFF))
 
 
 def set_up(state: ModeState) -> ModeState:
     match state.stage:
-        case Stage.SETTING_UP:
-            return replace(state, stage=Stage.READY)
-        case Stage.GOING_BACK:
+        case ModeStage.SETTING_UP:
+            return replace(state, stage=ModeStage.READY)
+        case ModeStage.GOING_BACK:
             offered_before = state.before
             return replace(
                 state,
-                stage=Stage.OFFERED,
+                stage=ModeStage.OFFERED,
                 mode=offered_before.mode,
                 replicas=offered_before.replicas,
                 before=OFF,
@@ -144,16 +144,16 @@ def set_up(state: ModeState) -> ModeState:
 
 def failed(state: ModeState, problem: str) -> ModeState:
     match state.stage:
-        case Stage.SETTING_UP if state.mode is not Mode.OFF:
+        case ModeStage.SETTING_UP if state.mode is not Mode.OFF:
             # Pods are at work on it: their IDs stay listed, and whatever runs for them stays.
             return replace(_listed_only(state), failure=problem)
-        case Stage.SETTING_UP if state.before.mode not in (Mode.OFF, state.target.mode):
-            return replace(state, stage=Stage.GOING_BACK, running=state.before.mode, failure=problem)
-        case Stage.SETTING_UP:
-            return replace(state, stage=Stage.OFF, running=Mode.OFF, failure=problem)
-        case Stage.GOING_BACK:
+        case ModeStage.SETTING_UP if state.before.mode not in (Mode.OFF, state.target.mode):
+            return replace(state, stage=ModeStage.GOING_BACK, running=state.before.mode, failure=problem)
+        case ModeStage.SETTING_UP:
+            return replace(state, stage=ModeStage.OFF, running=Mode.OFF, failure=problem)
+        case ModeStage.GOING_BACK:
             both = f"{state.failure}; and back again: {problem}"
-            return replace(state, stage=Stage.OFF, running=Mode.OFF, before=OFF, failure=both)
+            return replace(state, stage=ModeStage.OFF, running=Mode.OFF, before=OFF, failure=both)
     return state
 
 
@@ -162,52 +162,52 @@ def tried_again(state: ModeState) -> ModeState:
     if not state.failure:
         return state
     match state.stage:
-        case Stage.OFF:
+        case ModeStage.OFF:
             return _begun(state)
-        case Stage.OFFERED:
+        case ModeStage.OFFERED:
             return _closed(state)
-        case Stage.DRAINING if state.stands_as_wanted:
+        case ModeStage.DRAINING if state.stands_as_wanted:
             return _offered_again(state)
     return state
 
 
 def offered(state: ModeState) -> ModeState:
     """It stands on the lists of its target."""
-    if state.stage is not Stage.READY:
+    if state.stage is not ModeStage.READY:
         return state
     target = state.target
-    return ModeState(Stage.OFFERED, target, target.mode, target.replicas, target.mode)
+    return ModeState(ModeStage.OFFERED, target, target.mode, target.replicas, target.mode)
 
 
 def stopped(state: ModeState) -> ModeState:
     """The agent ends: what is offered is offered no more."""
-    if state.stage is not Stage.OFFERED:
+    if state.stage is not ModeStage.OFFERED:
         return state
-    return replace(state, stage=Stage.CLOSING, target=replace(state.target, reason=STOPPING))
+    return replace(state, stage=ModeStage.CLOSING, target=replace(state.target, reason=STOPPING))
 
 
 def _offered_again(state: ModeState) -> ModeState:
     """The listed mode is the wanted one: it only has to be seen to run."""
     if state.running is state.mode:
-        return replace(state, stage=Stage.OFFERED, before=OFF)
-    return replace(state, stage=Stage.SETTING_UP, running=state.mode)
+        return replace(state, stage=ModeStage.OFFERED, before=OFF)
+    return replace(state, stage=ModeStage.SETTING_UP, running=state.mode)
 
 
 def _listed_only(state: ModeState) -> ModeState:
-    return replace(state, stage=Stage.DRAINING, running=Mode.OFF)
+    return replace(state, stage=ModeStage.DRAINING, running=Mode.OFF)
 
 
 def _ended(state: ModeState) -> ModeState:
-    return replace(state, stage=Stage.TEARING_DOWN, running=state.mode)
+    return replace(state, stage=ModeStage.TEARING_DOWN, running=state.mode)
 
 
 def _closed(state: ModeState) -> ModeState:
-    return replace(state, stage=Stage.CLOSING, before=GpuMode(state.mode, replicas=state.replicas))
+    return replace(state, stage=ModeStage.CLOSING, before=GpuMode(state.mode, replicas=state.replicas))
 
 
 def _begun(state: ModeState) -> ModeState:
     """Nothing runs for it: what its target needs is set up."""
     target = state.target.mode
     if target is Mode.OFF:
-        return replace(state, stage=Stage.OFF, before=OFF)
-    return replace(state, stage=Stage.SETTING_UP, running=target)
+        return replace(state, stage=ModeStage.OFF, before=OFF)
+    return replace(state, stage=ModeStage.SETTING_UP, running=target)

@@ -61,7 +61,7 @@ class _Owed:
         return self.ratio * paid / elapsed if paid > NOTHING_SECONDS else 0.0
 
 
-class GpuWork:
+class ProcessWork:
     """The processes of one GPU."""
 
     def __init__(self) -> None:

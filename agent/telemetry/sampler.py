@@ -14,7 +14,7 @@ from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlHung
 from agent.nvml.port import NvmlPort, Sample, SampleRequest
 from agent.nvml.sweep import HANGS, Sweep
 from agent.nvml.worker_thread import WorkerThread
-from agent.telemetry.process_work import NO_WORK, GpuWork
+from agent.telemetry.process_work import NO_WORK, ProcessWork
 from agent.telemetry.window import Span, Window
 
 log = structlog.get_logger()
@@ -70,7 +70,7 @@ class Sampler:
         self._since: dict[str, int] = {}  # UUID -> microseconds since 1970
         self._counted: dict[str, tuple[float, Sample]] = {}  # UUID -> when to count again, the last counts
         self._windows: dict[tuple[str, str], Window] = {}
-        self._work: dict[str, GpuWork] = {}
+        self._work: dict[str, ProcessWork] = {}
         self.samples: Cell[Samples] = Cell(Samples())
 
     @property
@@ -167,7 +167,7 @@ class Sampler:
             return None, self._interval
         if sample.newest_us:
             self._since[uuid] = sample.newest_us
-        return self._work.setdefault(uuid, GpuWork()).round(sample, now, self._interval)
+        return self._work.setdefault(uuid, ProcessWork()).round(sample, now, self._interval)
 
     def _log_problem(self, uuid: str, problem: str | None) -> None:
         if problem == self._problems.get(uuid):

@@ -161,3 +161,15 @@ def test_a_circle_is_found() -> None:
     for importer, imported in (("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")):
         graph.add_import(importer=importer, imported=imported)
     assert circles(graph) == [["a", "b", "c"]]
+
+
+def test_no_public_class_name_twice() -> None:
+    """A name means the same in all rooms (docs/style.md); the simulator plays other programs."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "agent").rglob("*.py")):
+        if not {"_proto", "simulator"} & set(path.parts):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+    assert len(found) > 300  # they were found

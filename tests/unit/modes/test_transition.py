@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from agent.model.modes import OFF, GpuMode, Mode, Offering
 from agent.modes.transition import (
     WORKING,
+    ModeStage,
     ModeState,
-    Stage,
     failed,
     first_seen,
     looked,
@@ -31,7 +31,7 @@ def standing(mode: GpuMode) -> ModeState:
     return offered(set_up(wanted(first_seen(None), mode)))
 
 
-def stages(state: ModeState, *events: Callable[[ModeState], ModeState]) -> list[Stage]:
+def stages(state: ModeState, *events: Callable[[ModeState], ModeState]) -> list[ModeStage]:
     """The stages that a GPU goes through."""
     seen = [state.stage]
     for event in events:
@@ -51,12 +51,12 @@ def held(state: ModeState) -> ModeState:
 def test_an_idle_gpu_goes_from_mode_to_mode() -> None:
     way = stages(standing(PGPU), lambda state: wanted(state, MPS), free, torn_down, set_up, offered)
     assert way == [
-        Stage.OFFERED,
-        Stage.CLOSING,
-        Stage.TEARING_DOWN,
-        Stage.SETTING_UP,
-        Stage.READY,
-        Stage.OFFERED,
+        ModeStage.OFFERED,
+        ModeStage.CLOSING,
+        ModeStage.TEARING_DOWN,
+        ModeStage.SETTING_UP,
+        ModeStage.READY,
+        ModeStage.OFFERED,
     ]
 
 
@@ -65,9 +65,9 @@ def test_no_free_id_leaves_a_list_while_an_allocation_may_be_under_way() -> None
     assert closing.listed == GpuMode(Mode.PGPU, Offering.CLOSING, closing.listed.reason)
     assert looked(closing, held=True, granted=True) is closing
     draining = held(closing)
-    assert (draining.stage, draining.listed.offering) == (Stage.DRAINING, Offering.CLOSED)
+    assert (draining.stage, draining.listed.offering) == (ModeStage.DRAINING, Offering.CLOSED)
     assert held(draining) is draining
-    assert free(draining).stage is Stage.TEARING_DOWN
+    assert free(draining).stage is ModeStage.TEARING_DOWN
 
 
 def test_a_request_that_is_taken_back_before_anything_ended_sells_at_once() -> None:
@@ -77,28 +77,32 @@ def test_a_request_that_is_taken_back_before_anything_ended_sells_at_once() -> N
 
 def test_a_set_up_that_nobody_wants_any_more_is_taken_down() -> None:
     setting_up = torn_down(free(wanted(standing(PGPU), MPS)))
-    assert (setting_up.stage, setting_up.running) == (Stage.SETTING_UP, Mode.MPS)
+    assert (setting_up.stage, setting_up.running) == (ModeStage.SETTING_UP, Mode.MPS)
     for state in (setting_up, set_up(setting_up)):
         ending = wanted(state, VGPU)
-        assert (ending.stage, ending.running, ending.listed.mode) == (Stage.TEARING_DOWN, Mode.MPS, Mode.OFF)
+        assert (ending.stage, ending.running, ending.listed.mode) == (
+            ModeStage.TEARING_DOWN,
+            Mode.MPS,
+            Mode.OFF,
+        )
         assert torn_down(ending).running is Mode.VGPU
-        assert torn_down(wanted(ending, OFF)).stage is Stage.OFF
+        assert torn_down(wanted(ending, OFF)).stage is ModeStage.OFF
 
 
 def test_a_failed_set_up_goes_back_and_is_tried_again() -> None:
     setting_up = torn_down(free(wanted(standing(SLICED), MPS)))
     back = failed(setting_up, "no program")
-    assert (back.stage, back.running, back.failure) == (Stage.GOING_BACK, Mode.PGPU, "no program")
+    assert (back.stage, back.running, back.failure) == (ModeStage.GOING_BACK, Mode.PGPU, "no program")
     again = set_up(back)
     assert again.listed == SLICED
     assert not again.reached
     assert wanted(again, MPS) is again  # nothing new
-    assert tried_again(again).stage is Stage.CLOSING
+    assert tried_again(again).stage is ModeStage.CLOSING
     done = offered(set_up(torn_down(free(tried_again(again)))))
     assert done == standing(MPS)
     off = failed(back, "no memory")
-    assert (off.stage, off.listed.reason) == (Stage.OFF, "no program; and back again: no memory")
-    assert tried_again(off).stage is Stage.SETTING_UP
+    assert (off.stage, off.listed.reason) == (ModeStage.OFF, "no program; and back again: no memory")
+    assert tried_again(off).stage is ModeStage.SETTING_UP
     assert wanted(off, PGPU).failure == ""
 
 
@@ -106,9 +110,9 @@ def test_pods_of_before_keep_their_ids_listed_whatever_fails() -> None:
     seen = first_seen(MPS)
     assert seen.listed.mode is Mode.MPS
     setting_up = wanted(seen, MPS)
-    assert (setting_up.stage, setting_up.listed.offering) == (Stage.SETTING_UP, Offering.CLOSED)
+    assert (setting_up.stage, setting_up.listed.offering) == (ModeStage.SETTING_UP, Offering.CLOSED)
     resting = failed(setting_up, "it hangs")
-    assert (resting.stage, resting.listed.mode, resting.resting) == (Stage.DRAINING, Mode.MPS, True)
+    assert (resting.stage, resting.listed.mode, resting.resting) == (ModeStage.DRAINING, Mode.MPS, True)
     assert free(resting) is resting
     assert offered(set_up(tried_again(resting))) == standing(MPS)
     # What runs for them is ended, though nobody knows by then whether anything does.
@@ -118,7 +122,7 @@ def test_pods_of_before_keep_their_ids_listed_whatever_fails() -> None:
 def test_an_agent_that_stops_keeps_its_ids_listed() -> None:
     ending = stopped(standing(PGPU))
     assert ending.listed == GpuMode(Mode.PGPU, Offering.CLOSING, "the agent is stopping")
-    assert stopped(wanted(standing(PGPU), OFF)).stage is Stage.CLOSING
+    assert stopped(wanted(standing(PGPU), OFF)).stage is ModeStage.CLOSING
 
 
 TARGETS = [OFF, PGPU, SLICED, VGPU, MPS, GpuMode(reason="cordoned", refused=True)]
@@ -148,11 +152,11 @@ def test_any_order_of_events_ends_in_the_last_request(
         # Never from one list to another without being on none; what is offered runs.
         if before.mode is not Mode.OFF:
             assert state.mode in (before.mode, Mode.OFF)
-        if state.stage is Stage.OFFERED:
+        if state.stage is ModeStage.OFFERED:
             assert state.running is state.mode is not Mode.OFF
-        if state.stage is Stage.OFF:
+        if state.stage is ModeStage.OFF:
             assert (state.mode, state.running) == (Mode.OFF, Mode.OFF)
-        if state.stage in WORKING or state.stage is Stage.READY:
+        if state.stage in WORKING or state.stage is ModeStage.READY:
             assert state.running is not Mode.OFF
     state = wanted(state, target)
     for _ in range(3):
@@ -171,6 +175,6 @@ def test_what_concerns_another_stage_changes_nothing(event: Callable[[ModeState]
 
 def test_a_gpu_that_drains_waits_for_a_grant_that_no_record_shows_yet() -> None:
     draining = held(wanted(standing(VGPU), PGPU))
-    assert draining.stage is Stage.DRAINING
+    assert draining.stage is ModeStage.DRAINING
     assert looked(draining, held=False, granted=True) is draining
-    assert free(draining).stage is Stage.TEARING_DOWN
+    assert free(draining).stage is ModeStage.TEARING_DOWN

@@ -15,7 +15,7 @@ from agent.nvml.port import GpuProcess, Sample
 from agent.nvml.sampling import mean_use
 from agent.simulator.state import ProcessKind
 from agent.telemetry.container_use import ContainerUse, ContainerWatch
-from agent.telemetry.process_work import GpuWork
+from agent.telemetry.process_work import ProcessWork
 from agent.telemetry.sampler import Samples
 from tests.pods import seen
 from tests.unit.telemetry.agents import Parts
@@ -115,7 +115,7 @@ async def test_bursty_use_is_true(cycle: float, monkeypatch: pytest.MonkeyPatch)
 def test_rounds_that_meet_the_drivers_samples_now_before_and_now_after(period: float, jitter: float) -> None:
     """The driver's ring holds several samples of a process; rounds find none, one or many new ones."""
     for cycle, length in ((10, 1), (5, 1), (10, 3), (4, 2), (60, 60)):
-        work, since, shown, true = GpuWork(), 0, 0.0, 0.0
+        work, since, shown, true = ProcessWork(), 0, 0.0, 0.0
         ring: list[tuple[int, int, int]] = []
         ticks = iter([round(number * period * 1e6) for number in range(1, int(125 / period))])
         tick = next(ticks)
