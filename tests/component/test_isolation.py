@@ -221,6 +221,7 @@ async def test_owners_are_told_which_fences_hold_and_who_is_above_its_cap() -> N
             "injected": False,
             "avoidable": [],
             "aboveCap": True,
+            "uncounted": ["memory of processes without the enforcement library"],
         }
 
 

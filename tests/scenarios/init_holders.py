@@ -92,7 +92,10 @@ async def test_refused_switch_waits_for_a_running_init_container(rig: Rig) -> No
             pods = await holding(node, mode)
             await node.want(entering)
             told = await node.reach("blocked", entering)
-            assert all(f"default/{pod.name}" in told["message"] for pod in pods), told["message"]
+            # Everybody who may get nodes reads the annotation, so it counts pods; the log names them.
+            assert f"in use by {len(pods)} pod" in told["message"], told["message"]
+            logged = [each["message"] for each in await node.logged("mode_state")]
+            assert all(any(f"default/{pod.name}" in line for line in logged) for pod in pods), logged
             await unmoved(node, entering, "blocked", 0, pods, REFUSED_SECONDS)
             await node.offers(mode)
             await node.end(*pods)

@@ -51,9 +51,11 @@ FROM_ELSEWHERE = {
     "GPUAllocConflict",
     "GPUContainerOOMKilled",
     "GPUExtenderErrors",
+    "GPUExtenderNotAsked",
     "GPUExtenderNotServing",
     "GPUExtenderRefusals",
     "GPUExtenderWatchStale",
+    "GPUIdle",
     "GPUMemoryNearLimit",
     "GPUOutOfMemory",
     "GPUQuotaNearlyUsed",
@@ -80,9 +82,11 @@ def faults(node: ModeNode, rig: EmbeddedRig) -> Mapping[str, Fault]:
     def hot_and_braked() -> None:
         machine.gpu(0).event_reasons = 0x40 | 0x80
 
+    away = partial(machine.fall_off_bus, 2)  # with Xid 79
     return {
-        "GPUUnhealthy": partial(machine.fall_off_bus, 2),
-        "GPUXid": partial(machine.event, 1, events.XID, 13),
+        "GPUUnhealthy": away,
+        "GPUXid": away,
+        "GPUApplicationXid": partial(machine.event, 1, events.XID, 13),
         "GPUUncorrectableMemoryErrors": partial(machine.ecc_double, 5),
         "GPUThermalSlowdown": hot_and_braked,
         "GPUPowerBrake": hot_and_braked,
