@@ -29,6 +29,6 @@ async def test_journeys_pass_through_few_files() -> None:
     assert {"kubelet/service.py", "pairing/pairing.py", "injection/inject.py"} <= set(found["pair"])
     assert {"web/server.py", "telemetry/rendering.py"} <= set(found["scrape"])
     assert {"modes/sources.py", "modes/switcher.py", "kubelet/service.py"} <= set(found["label"])
-    assert {"inventory/reducer.py", "lists/encode.py", "kubelet/service.py"} <= set(found["Xid"])
+    assert {"inventory/reducer.py", "kubelet/service.py"} <= set(found["Xid"])
     assert {"vgpu/resize.py", "lists/shared_pair.py", "kubelet/service.py"} <= set(found["resize"])
     assert {name: len(files) for name, files in found.items() if len(files) > MOST[name]} == {}, found
