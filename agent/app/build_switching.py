@@ -154,7 +154,9 @@ def _lingering(core: Core) -> Lingering:
     def gpus() -> Collection[str]:
         return tuple(snapshot.value.by_uuid)
 
-    departed = Departed(gpus, partial(pods_of_strangers, proc=proc), record.known_pods)
+    # Without the API server who is a stranger is never known.
+    strangers = partial(pods_of_strangers, proc=proc)
+    departed = Departed(gpus, strangers, record.known_pods) if core.cluster else None
     pids = ProcessSweep(core.nvml, core.calls).pids
     return Lingering(record.gpus_by_pod, pids, Owners(proc).of, record.cell, departed)
 

@@ -150,7 +150,7 @@ def join(
             heard_of.add(uid)
         if lives(uid, pod):
             pods[uid] = pod
-            if uid in named and pod.watched and view.ended(uid):
+            if uid in named and (uid in view.over or (pod.watched and view.ended(uid))):
                 outlived.add(uid)
             hidden += (each for place, each in holdings.items() if place not in found)
         else:

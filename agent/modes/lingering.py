@@ -60,6 +60,7 @@ class Lingering:
         self._departed = departed
         self._recalls = departed is not None  # whether those are still to be found
         self._recalled: set[str] = set()
+        self._recall_failures = 0
         self._before: Mapping[str, frozenset[str]] = {}
         self._left: dict[str, set[str]] = {}  # UIDs of pods that have ended and may have processes, by GPU
         self._failures: dict[str, int] = {}
@@ -110,14 +111,17 @@ class Lingering:
             uids.difference_update(self._recalled.intersection(known))
         self._recalled.difference_update(known)
         if self._recalls:
-            pids = await self._processes(tuple(departed.gpus()))
+            gpus = tuple(departed.gpus())
+            pids = await self._processes(gpus)
             every = {pid for found in pids.values() for pid in found}
             pods = await anyio.to_thread.run_sync(departed.pods, every) if every else {}
             for gpu, found in pids.items():
                 if gone := {uid for pid in found if (uid := pods.get(pid)) and uid not in known}:
                     self._left.setdefault(gpu, set()).update(gone)
                     self._recalled |= gone
-            self._recalls = False
+            # A driver that is slow, or a GPU that hangs, is asked again.
+            self._recall_failures += 1
+            self._recalls = self._recall_failures < MOST_FAILURES and not (gpus and pids.keys() >= {*gpus})
 
     def _ended(self) -> Mapping[str, set[str]]:
         """UIDs of pods that hold GPUs no more, by GPU."""

@@ -68,7 +68,7 @@ def _remove_mount_points(driver: Path, run: Path) -> None:
 
     The host's own root is no such one: the folder there is the agent's itself. What holds anything stays.
     """
-    top = driver / run.relative_to("/")
+    top = driver / run.absolute().relative_to("/")
     if driver == Path("/") or top.is_symlink() or not top.is_dir() or (run.exists() and top.samefile(run)):
         return
     for folder, _, _ in os.walk(top, topdown=False):

@@ -1,6 +1,7 @@
 """The node's pods and their owners by way of the Kubernetes API. Imported only where there is one."""
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from http import HTTPStatus
@@ -10,6 +11,7 @@ import structlog
 
 from agent.cluster.access import lacks_right
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.cgroup_uids import HASH_ANNOTATION
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import PodCache
 from agent.holdings.holdings import HoldingsWatch
@@ -20,6 +22,8 @@ from agent.pairing.pod_access import PodSource, PodsUnavailable, Recorder
 
 log = structlog.get_logger()
 
+# The kubelet names a static pod by a hash of its manifest, the API server all others by a UUID.
+STATIC_UID = re.compile(r"[0-9a-f]{32}")
 WAITING_PATCHES = 256
 REMEMBERED = 1024  # UIDs of pods that are over; the watch shows these ends much earlier
 # Between tries while the agent's account lacks the right to patch pods.
@@ -77,7 +81,7 @@ class ClusterPods(PodSource):
         async def ask(uid: str, key: PodKey) -> None:
             with suppress(PodsUnavailable):
                 now = await self.fetch(*key)
-                if now is None or now.uid != uid or now.finished:
+                if now is None or now.finished or (now.uid != uid and not _mirrors(now, uid)):
                     self._over[uid] = None
                     log.info("pod_is_over", pod="/".join(key), uid=uid)
 
@@ -85,10 +89,16 @@ class ClusterPods(PodSource):
         async with anyio.create_task_group() as group:
             for uid, key in pods.items():
                 mirrors = uid in known.contested or (uid in known.pods and known.pods[uid].uid != uid)
-                if not mirrors and uid not in self._over:
+                # Mirrors of static pods come and go while these run.
+                if not (mirrors or STATIC_UID.fullmatch(uid) or uid in self._over):
                     group.start_soon(ask, uid, key)
         while len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
+
+
+def _mirrors(pod: Pod, uid: str) -> bool:
+    """Whether an object claims to be the mirror of this static pod: nothing follows, true or not."""
+    return pod.metadata.annotations.get(HASH_ANNOTATION) == uid
 
 
 class ClusterRecorder(Recorder):

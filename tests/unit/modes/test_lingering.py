@@ -50,6 +50,22 @@ class Host:
         self.kubelet.end(pod)
 
 
+async def test_those_of_before_are_looked_for_until_each_gpu_was_read() -> None:
+    host = Host()
+    host.known = frozenset()
+    host.pids[FIRST.uuid] = {7: "uid-departed"}
+    host.readable = False
+    await host.lingering.look()
+    assert not host.lingering.found
+    host.readable = True
+    await host.lingering.look()
+    assert [*host.lingering.found] == [FIRST.uuid]
+    asked = host.looks
+    host.pids[OTHER.uuid] = {8: "uid-later"}  # once is enough
+    await host.lingering.look()
+    assert ([*host.lingering.found], host.looks) == ([FIRST.uuid], asked + 1)
+
+
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("switches", [False, True])
 def test_a_process_that_stays_keeps_its_gpu(switches: bool) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
-from agent.cluster.cgroup_uids import CgroupUids
+from agent.cluster.cgroup_uids import HASH_ANNOTATION, CgroupUids
 from agent.cluster.event_recorder import Event
 from agent.cluster.reflector import Reflector
 from agent.model.pod import Container, Pod, Stage
@@ -265,9 +265,10 @@ def test_refusals_and_ignored_hints_become_warnings_on_the_pod() -> None:
         (api_pod("next"), True),
         (api_pod("u"), False),
         (changed(api_pod("u"), phase="Succeeded"), True),
+        (changed(api_pod("next"), annotations={HASH_ANNOTATION: "u"}), False),
         (ApiUnavailable("away"), False),
     ],
-    ids=["gone", "replaced", "there", "finished", "no answer"],
+    ids=["gone", "replaced", "there", "finished", "a mirror of it", "no answer"],
 )
 async def test_a_pod_is_over_by_the_answer_to_a_question_ahead_of_the_watch(
     answer: Pod | Exception | None, over: bool
@@ -292,7 +293,9 @@ async def test_a_pod_is_over_by_the_answer_to_a_question_ahead_of_the_watch(
     cache.items = {"u": api_pod("u")}
     source = ClusterPods(cache)  # type: ignore[arg-type]
     # Of a static pod the API server knows a mirror alone, which anybody may delete.
-    await source.ask_after({"u": ("ns", "p"), "hash": ("ns", "static"), "contested": ("ns", "q")})
+    unseen = "0123456789abcdef" * 2  # of a static pod whose mirror the watch has not shown
+    others = {"hash": ("ns", "static"), "contested": ("ns", "q"), unseen: ("ns", "r")}
+    await source.ask_after({"u": ("ns", "p"), **others})
     assert asked == [("ns", "p")]
     view = source.view()
     assert (view.ended("u"), "u" in view.pods) == (over, not over)
