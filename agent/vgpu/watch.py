@@ -7,6 +7,7 @@ fed with each round of samples; what it reads of a process is bounded. Blocking 
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -108,7 +109,11 @@ class LimitWatch:
             await self._end(round_, caps)
             await self._end_refusing()
         work = [(*folders[each.place], each) for each in round_ if each.place in folders]
-        for gone in self._loaded.keys() - {key for key, _, _ in work}:
+        unmeasured = self._loaded.keys() - {key for key, _, _ in work}
+        # What is forgiven was measured: it ends with the measure.
+        if forgiven := [key for key in unmeasured if key in self._written and self._written[key][2]]:
+            await anyio.to_thread.run_sync(self._forgive_no_more, forgiven, abandon_on_cancel=True)
+        for gone in unmeasured:
             del self._loaded[gone]
             self._unseen.pop(gone, None)
             self._written.pop(gone, None)
@@ -235,6 +240,11 @@ class LimitWatch:
             self._unreadable.met(key, error)
         else:
             self._unreadable.over(key)
+
+    def _forgive_no_more(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with suppress(FolderUnusable):  # that of a container that has ended is gone
+                self._isolation.folders.change(key, forgiven_bytes=0)
 
     def _forgiven(self, key: str, limits: ContainerLimits, measured: Measured, usage: CountedUsage) -> int:
         """Neither where the policy is strict nor where what is above its cap is ended."""

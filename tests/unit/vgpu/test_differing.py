@@ -47,6 +47,16 @@ async def node(tmp_path: os.PathLike[str]) -> Counting:
     return made
 
 
+async def test_what_is_forgiven_ends_with_the_measure(node: Counting) -> None:
+    await node.charged(900 * MIB, refused=1)
+    await node.looks(100 * MIB)
+    await node.charged(900 * MIB, refused=2)
+    await node.looks(100 * MIB)
+    assert await node.forgiven()
+    await node.watch.look([])
+    assert not await node.forgiven()
+
+
 async def test_what_differs_for_a_minute_is_told_and_refuses_nothing(node: Counting) -> None:
     await node.charged(900 * MIB)
     await node.looks(600 * MIB, READINGS - 1)
