@@ -10,11 +10,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
 from agent.kubectl.cluster import cluster_view
-from agent.kubectl.kube import Kubectl, KubectlFailed, MissingRight, NotFound
+from agent.kubectl.kube import Conflict, Kubectl, KubectlFailed, MissingRight, NotFound
 from agent.kubectl.text import (
     explained_end,
     explained_running,
@@ -40,6 +41,7 @@ from agent.kubectl.view import (
 
 MODE_LABEL = "nvidia-device-enable"
 WATCH_SECONDS = 2.0
+CONFLICTS = 4  # tries more where an object changes between reading and writing
 ALIASES = {"enable": "vgpu", "disable": "none"}  # as the agent's state annotation names them
 WORDS = ("pgpu", "vgpu", "mps", "none", *ALIASES)  # all others are names of layouts
 ALL_DRAIN = "all GPUs in another mode drain until their pods end"
@@ -228,8 +230,20 @@ def _waited(kubectl: Kubectl, path: str, options: argparse.Namespace) -> int:
     return 1
 
 
+def _by_what_is_there(act: Callable[[], int]) -> int:
+    """Read and write again where the object changed in between: kubelet and agent write to it, too."""
+    for _ in range(CONFLICTS):
+        with suppress(Conflict):
+            return act()
+    return act()
+
+
 def do_cordon(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    """Write the annotation that names cordoned GPUs; refused where it changed meanwhile."""
+    """Write the annotation that names cordoned GPUs."""
+    return _by_what_is_there(lambda: _cordon(kubectl, options))
+
+
+def _cordon(kubectl: Kubectl, options: argparse.Namespace) -> int:
     node, gpu = _gpu_named(kubectl, options)
     notes = node["metadata"].get("annotations") or {}
     text = notes.get(CORDON, "")
@@ -274,6 +288,11 @@ def _gpu_named(kubectl: Kubectl, options: argparse.Namespace) -> tuple[Document,
 
 
 def do_resize(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    """Write the annotation that asks for another size of a container's share."""
+    return _by_what_is_there(lambda: _resize(kubectl, options))
+
+
+def _resize(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if options.memory is None and options.cores is None:
         raise KubectlFailed("say to what: --memory BLOCKS, --cores PERCENT, or both")
     namespace, _, name = options.pod.rpartition("/")

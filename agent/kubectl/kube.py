@@ -43,6 +43,10 @@ class NotFound(KubectlFailed):
     """There is no such object."""
 
 
+class Conflict(KubectlFailed):
+    """The object has changed since it was read."""
+
+
 class MissingRight(KubectlFailed):
     """The one right that is missing."""
 
@@ -144,4 +148,6 @@ def failure(said: str) -> KubectlFailed:
         return MissingRight(found[1], found[2], found[3] or "")
     lines = [line for line in said.splitlines() if line.strip()]
     words = lines[-1] if lines else "kubectl failed and did not say why"
+    if "(Conflict)" in words:
+        return Conflict(words)
     return NotFound(words) if "NotFound" in words else KubectlFailed(words)

@@ -263,8 +263,9 @@ async def test_pod_event_says_why(site: Site, replica: Replica) -> None:
     # In total there is room for each of these, on a single GPU for none.
     waits = pod("waits", 60)
     refused, lone = pod("refused", 60, node_name="node2"), pod("lone", 20, node_name="node2")
-    await site.create(waits, refused)
-    await site.one.wait_phase(refused, Phase.FAILED)
+    await site.create(refused)
+    await site.one.wait_phase(refused, Phase.FAILED)  # while it is bound, what it holds is not known yet
+    await site.create(waits)
     waiting = await site.events(waits, WAITING_FOR_GPU)
     assert waiting["message"] == (
         f"no node has room now for 60 {CORE} and 36 {MEMORY} of one GPU: largest free share 40 of 60 cores "

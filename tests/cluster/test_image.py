@@ -164,7 +164,7 @@ def test_has_what_libraries_of_drivers_are_linked_with(root: Path) -> None:
 
 def test_everything_the_agent_imports_is_compiled(root: Path) -> None:
     source = (
-        "import sys, agent.app.run, agent.app.wings, agent.cleanup.standby; "
+        "import sys, agent.app.run, agent.app.wings, agent.cleanup.on_request; "
         "import agent.cluster.api, agent.cluster.lean; "
         "found = [getattr(module, '__cached__', None) for module in list(sys.modules.values())]; "
         "print(*(path for path in found if path), sep='\\n')"

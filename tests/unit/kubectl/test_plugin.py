@@ -323,3 +323,24 @@ def test_the_krew_archive_is_the_same_for_the_same_sources() -> None:
     assert platform["sha256"] == hashlib.sha256(archive).hexdigest()
     with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
         assert packed.getnames() == ["kubectl-gpu", "LICENSE"]
+
+
+@pytest.mark.parametrize(("conflicts", "code"), [(2, 0), (9, 1)])
+def test_what_changed_in_between_is_read_again(
+    fake: Path, capsys: pytest.CaptureFixture[str], conflicts: int, code: int
+) -> None:
+    (fake / "left").write_text("x" * conflicts)
+    program = fake / "kubectl"
+    program.write_text(
+        program.read_text()
+        + f"""
+left = open({str(fake / "left")!r}).read()
+if arguments[0] == "annotate" and left:
+    open({str(fake / "left")!r}, "w").write(left[1:])
+    sys.exit("Error from server (Conflict): the object has been modified; please try again")
+"""
+    )
+    assert plugin_main(["cordon", "a/1"]) == code
+    said = capsys.readouterr()
+    assert ("is cordoned" in said.out, "Conflict" in said.err) == (code == 0, code == 1)
+    assert [each[0] for each in asked(fake)].count("get") >= min(conflicts, 4) + 1
