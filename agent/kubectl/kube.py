@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+COMPLETION_SECONDS = 5.0  # a login that takes longer must not hold up a shell
 CALL_SECONDS = 60.0
 LOGIN_SECONDS = 300.0  # where a login has said something: a person types, or opens a page
 PASS_ON_SECONDS = 0.3
@@ -111,7 +112,8 @@ class Kubectl:
         began, said, shown, fresh, open_ = time.monotonic(), b"", 0, 0.0, True
         while process.poll() is None or (open_ and _readable(process.stderr, 0.0)):
             now = time.monotonic()
-            if now - began > (LOGIN_SECONDS if shown else CALL_SECONDS):
+            longest = LOGIN_SECONDS if shown else CALL_SECONDS if self._asks else COMPLETION_SECONDS
+            if now - began > longest:
                 words = " ".join(said.decode(errors="replace").split())
                 raise KubectlFailed(
                     f"kubectl {command} did not end within {now - began:.0f} s"

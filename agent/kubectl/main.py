@@ -133,7 +133,10 @@ def plugin_main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == [COMPLETE]:
-        print(*completions(plugin_parser(), arguments[1:], PASSED_ON), NO_FILES, sep="\n")
+        try:
+            print(*completions(plugin_parser(), arguments[1:], PASSED_ON), NO_FILES, sep="\n", flush=True)
+        except BrokenPipeError:
+            return _nobody_reads()
         return 0
     options = plugin_parser().parse_args(arguments)
     flags = [f"--{name}={getattr(options, name)}" for name in PASSED_ON if hasattr(options, name)]
@@ -146,12 +149,16 @@ def plugin_main(arguments: Sequence[str] | None = None) -> int:
         print(plain(str(error)), file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Who read has left, as head does; the interpreter must not say so when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return _nobody_reads()
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _nobody_reads() -> int:
+    """Who read has left, as head does; the interpreter must not say so when it flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 if __name__ == "__main__":
