@@ -26,7 +26,7 @@ MOST_EXCUSED_PERCENT = 30.0  # of the looks in storms with faults
 FIXED = {
     SPARSE: (19, 13, 58, 31),
     "bursts": (28, 59, 62, 44, 24),
-    "dense": (12, 3, 33, 32, 37, 7, 63, 53, 50, 78, 2, 38, 27, 36),
+    "dense": (12, 3, 33, 32, 37, 7, 11, 53, 50, 78, 2, 38, 27, 36),
 }
 STEPS = 6000  # of each that is dense
 LEAST_STEPS, ALL_STEPS = 6000, 100_000
