@@ -189,8 +189,10 @@ class Excuses:
         state, asked = agent.switcher.state.value, agent.switcher._desired.value
         for one in state.gpus:
             # Another mode is asked for: pods that are bound get their devices first, then lists get shorter.
+            # Or none is known: what is asked for cannot be obeyed, and nobody remembers what was before.
             if (
                 asked.name != state.desired
+                or not one.wanted.offered
                 or one.active != one.wanted
                 or self._modes.get(one.uuid) != one.active
             ):
