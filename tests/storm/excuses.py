@@ -145,6 +145,11 @@ class Excuses:
         state = next((each for each in agent.core.inventory.snapshot.value.gpus if each.uuid == uuid), None)
         return state is not None and (state.healthy or not self._hurt(state))
 
+    def sees(self, uuid: str) -> bool:
+        """Whether the agent can read a GPU's processes, and the kubelet hears of it."""
+        world, streams = self._world, [name for name in self._now() if name.startswith("stream ")]
+        return self.applies(uuid) and not (world.nvml_faults or world.lost or streams)
+
     def _hurt(self, state: GpuState) -> bool:
         """Whether something has happened to a GPU for which it may be unhealthy."""
         world, now = self._world, anyio.current_time()

@@ -85,6 +85,8 @@ HOLDERS = {
         1, 300, "is held as|was removed|is held by pods", "kubelet blind,labels,tenants", "dense"
     ),
     "promises_are_known_by_their_units": Hunt(4, 300, "was granted to", "tenants", "dense"),
+    # This one came with its act, later.
+    "processes_end_with_their_pods": Hunt(1, 300, "is offered, and process", "processes hang", "dense"),
 }
 # Found by tests of their rooms, in milliseconds: files below `tests`, and names. Storms met none of them
 # within 2,400 steps.

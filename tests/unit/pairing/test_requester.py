@@ -422,7 +422,7 @@ async def test_without_a_record_all_that_the_api_server_lists_may_be_asking() ->
         kubelet.renewed[unseen.key] = other  # the watch is mute
         with pytest.raises(PairRefused, match="nothing is guessed"):
             await kubelet.pairing.prefer(PairMember.CORE, size, free)
-    # Nor is a container that an agent before may have served told from the next one of its pod.
+    # Nor is a container that an agent before may have served known from the next one of its pod.
     kubelet.renewed.clear()
     kubelet.api[known.key] = pod("a", share("main", 20, 10), share("second", 20, 30))
     with pytest.raises(PairRefused, match="nothing is guessed"):
