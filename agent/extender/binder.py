@@ -14,6 +14,7 @@ import structlog
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim
+from agent.extender.gang_record import GangRecord
 from agent.extender.gangs import Gangs
 from agent.extender.objects import WatchedPod, as_model, decode_pod
 from agent.extender.pod_demand import PodDemand, annotations_of, pod_demand
@@ -48,9 +49,14 @@ class Binder:
         assume_seconds: float,
         holds: Callable[[], bool],
         gang_seconds: float = 60.0,
+        record: GangRecord | None = None,
     ) -> None:
-        """`gang_seconds`: how long GPUs are kept for a member of a gang before it is bound."""
+        """`gang_seconds`: how long GPUs are kept for a member of a gang before it is bound.
+
+        `record`: where the next leader finds them; None: nowhere.
+        """
         self.gangs = Gangs(fleet, gang_seconds, anyio.current_time)
+        self._record = record
         self._api = api
         self._fleet = fleet
         self._policy = policy
@@ -62,6 +68,11 @@ class Binder:
         """Raises Impossible."""
         model = as_model(pod)
         return PodRequest(pod_demand(model), policy_of(model, self._policy))
+
+    async def record(self) -> None:
+        """Write what is kept for gangs. Raises NotRecorded."""
+        if self._record:
+            await self._record.write(self.gangs.kept)
 
     async def bind(self, binding: BindingArgs) -> None:
         """Raises NotBound."""
