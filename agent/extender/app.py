@@ -121,6 +121,7 @@ class Extender:
                 lambda: self.election.holds,
                 settings.gang_seconds,
                 record,
+                spread_replicas=settings.spread_replicas,
             )
             self.sync = sync = LedgerSync(
                 self._api,

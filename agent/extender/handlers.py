@@ -128,7 +128,7 @@ class Verbs:
             wanted = serving.binder.request(asked.pod)
         except Impossible:
             return scheduler_protocol.prioritized(asked.names, [0] * len(asked.names)), "impossible"
-        scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names)
+        scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names, wanted.owner)
         return scheduler_protocol.prioritized(asked.names, scores), "ok"
 
     async def preempt(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
