@@ -1,4 +1,4 @@
-"""What a real kubelet and scheduler do with claims: the same scenarios as on the embedded ones."""
+"""A real kubelet and scheduler with claims: the same scenarios as on the embedded ones."""
 
 from tests.scenarios import claims
 from tests.scenarios.claims import (

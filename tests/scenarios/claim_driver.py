@@ -152,7 +152,7 @@ def claim_spec(device: str, shares: int = 0) -> dict[str, Any]:
 
 
 def write_cdi(folder: Path) -> None:
-    """What containers get of each device: a variable. Blocks."""
+    """Give containers a variable of each device. Blocks."""
 
     def device(name: str) -> Mapping[str, object]:
         return {"name": name, "containerEdits": {"env": [f"CLAIMED={name}"]}}

@@ -1,4 +1,4 @@
-"""What a kubelet and a scheduler do with claims (DRA), seen by a driver that is not the agent.
+"""Claims (DRA) at a kubelet and a scheduler, seen by a driver that is not the agent.
 
 Each runs on a fresh node (see `rig.py`), on the embedded kubelet and on the real cluster: what tests of the
 agent take for given is held here.

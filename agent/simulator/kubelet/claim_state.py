@@ -30,7 +30,7 @@ class ClaimInfo:
 
     @property
     def message(self) -> Claim:
-        """The claim as plugins are told of it."""
+        """The claim as plugins get to know it."""
         return Claim(namespace=self.namespace, uid=self.uid, name=self.name)
 
     @property

@@ -1,6 +1,6 @@
 """A stand-in for the scheduler's allocation of claims, for one node: first fit by slice, then by position.
 
-Facts: 1.37, `dynamic-resource-allocation/structured`. What is in use is counted anew from all claims against
+Facts: 1.37, `dynamic-resource-allocation/structured`. What is in use is counted from all claims, each time, against
 the devices that are LISTED now: an allocated device off its list counts no more (kubernetes #140802).
 """
 
@@ -51,7 +51,7 @@ class _Device:
 
 @dataclass(slots=True)
 class _Use:
-    """What allocated claims use, by the devices listed now."""
+    """The use of devices by allocated claims, of those listed now."""
 
     devices: set[tuple[str, str, str]] = field(default_factory=set)
     capacity: dict[tuple[tuple[str, str, str], str], int] = field(default_factory=lambda: defaultdict(int))

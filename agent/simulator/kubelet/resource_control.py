@@ -1,4 +1,4 @@
-"""What a cluster's controllers do with the claims of pods: make, reserve, free and delete them."""
+"""The work of a cluster's controllers on the claims of pods: make, reserve, free and delete them."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
