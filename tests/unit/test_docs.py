@@ -95,7 +95,12 @@ def test_the_readme_is_short_and_in_order() -> None:
         *("Two commands without a GPU", "What works, and how it was tried", "kind in two commands"),
         *("Install", "One pod for each mode", "How it compares", "Links"),
     ]
-    assert text.index("GPUs sit idle") < text.index("![") < text.index("Status: ") < text.index("## Two commands")
+    assert (
+        text.index("GPUs sit idle")
+        < text.index("![")
+        < text.index("Status: ")
+        < text.index("## Two commands")
+    )
 
 
 def test_every_page_is_linked_from_the_readme() -> None:

@@ -1,7 +1,7 @@
 """A stand-in for the scheduler's allocation of claims, for one node: first fit by slice, then by position.
 
-Facts: 1.37, `dynamic-resource-allocation/structured`. What is in use is counted from all claims, each time, against
-the devices that are LISTED now: an allocated device off its list counts no more (kubernetes #140802).
+Facts: 1.37, `dynamic-resource-allocation/structured`. Use is counted from all claims, each time, against the
+devices that are LISTED now: an allocated device off its list counts no more (kubernetes #140802).
 """
 
 import re
