@@ -4,7 +4,7 @@ Followed is what a request causes until it is written, and not what happens mean
 adds no file: a mark in the context of the request (a context variable), which tasks and worker threads
 inherit, and which is handed on with an event that wakes another task, with a value of a cell and with a
 message in a mailbox. A task that wakes for another reason, as its period, loses it, and so does one that
-takes up anything else. The answer to a write hands nothing on: it is the node's next state, no matter by whom.
+takes up anything else. The answer to a write hands nothing on: that is the node's next state.
 """
 
 import contextvars
