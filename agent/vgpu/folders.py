@@ -325,7 +325,7 @@ class LimitFolders:
         return sole
 
     def movable_bytes(self, key: str) -> int:
-        """What is charged for memory that the driver may bring back from the host. A hint.
+        """Bytes that are charged for memory which the driver may bring back from the host. A hint.
 
         Raises FolderUnusable.
         """

@@ -1,4 +1,4 @@
-"""What the allocators of frameworks ask of the driver, under a cap, on GPUs that differ in every size.
+"""Allocators of frameworks ask the driver for memory under a cap, on GPUs that differ in every size.
 
 NVIDIA's runtime comes on the double as far as `test_real_cudart_asks_for_the_drivers_proof` says, so these
 are the driver's calls behind it. Each takes what it gets: no more than the cap, and nearly all of it.
