@@ -19,7 +19,7 @@ from agent.app.wings import WINGS
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
-from agent.model.growth import Growth
+from agent.model.growth import Growth, Place
 from agent.model.modes import Assignment
 from agent.modes.mode_metrics import modes_collector
 from agent.modes.wing import Node
@@ -48,7 +48,9 @@ async def build(
     ending.callback(monitor.thread.end_within, NVML_SECONDS)
     closing.callback(monitor.close)
     await monitor.start(tasks.group)
-    sampler, containers = build_telemetry(core)
+    assignment: Cell[Assignment] = Cell(Assignment())
+    grown: Cell[Mapping[Place, Growth]] = Cell({})
+    sampler, containers = build_telemetry(core, assignment, grown)
     tasks.start("sampler", sampler.run)
     tasks.start("attribution", containers.run)
     pods, recorder = follow_cluster(cluster, settings, core.holdings, tasks)
@@ -63,8 +65,6 @@ async def build(
         await build_cdi.keep_true(keeper, injector, tasks)
     tasks.start("holdings", core.holdings.run)
     request = await build_request(settings)
-    assignment: Cell[Assignment] = Cell(Assignment())
-    grown: Cell[Mapping[str, Growth]] = Cell({})
     node = Node(
         settings=settings,
         name=cluster.node.name if cluster else "",

@@ -184,6 +184,12 @@ CONTAINER_CORE_LIMIT = _gauge(
     _SHARE,
     "Share of the GPU's computing power that the container was given; missing where only memory was.",
 )
+CONTAINER_HELD = _gauge(
+    "container_held_ratio",
+    _SHARE,
+    "Part of the GPU that the container holds, as bills count it: the larger of its parts of compute and "
+    "memory, growth included, or its part of the GPU's time slices.",
+)
 CONTAINER_PROCESSES = _gauge(
     "container_processes", _SHARE, "Processes of the container on the GPU, as far as they can be attributed."
 )

@@ -79,6 +79,12 @@ def holds(minute: int, expression: str, samples: Mapping[str, float]) -> Documen
     }
 
 
+def in_1024ths(minute: int, expression: str, samples: Mapping[str, float]) -> Document:
+    """The same for what was added up in steps that are no binary fractions."""
+    rounded = {labels: round(value * 1024) / 1024 for labels, value in samples.items()}
+    return holds(minute, f"round({expression}, 1 / 1024)", rounded)
+
+
 def fires(minute: int, alert: str, firing: Iterable[tuple[Labels, str]] = ()) -> Document:
     """That the alert fires for these labels, each with its `$value` as a text has it, and for no others."""
     rule = rule_of(alert)
