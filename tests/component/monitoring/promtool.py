@@ -22,6 +22,8 @@ ORDER = (
     "gpu-node-agent-capacity",
     "gpu-node-agent-alerts",
     "gpu-node-agent-extender",
+    "gpu-node-agent-opencost",
+    "gpu-node-agent-dcgm-names",
 )
 
 
