@@ -24,6 +24,7 @@ from agent.model.modes import Assignment
 from agent.modes.mode_metrics import modes_collector
 from agent.modes.wing import Node
 from agent.node import writers as node_writers
+from agent.telemetry.free import free_collector
 from agent.telemetry.health_metrics import health_collector
 from agent.telemetry.reading import Collector, Sources
 
@@ -93,6 +94,14 @@ async def build(
         *([partial(build_cdi.metrics, keeper)] if keeper else []),
         *(each.metrics for each in wings.values()),
         partial(modes_collector, switching.switcher, switching.unexplained),
+        partial(
+            free_collector,
+            snapshot,
+            assignment,
+            core.holdings.cell,
+            containers.uses,
+            settings.mps.most_clients,
+        ),
         partial(node_writers.metrics, written),
     ]
     core.readiness.follow(

@@ -216,6 +216,18 @@ GPU_MODE = _info(
 GPU_SELLING = _gauge(
     "gpu_selling", _GPU, "1 while units of the GPU are offered, 0 while it drains or is off."
 )
+# What the node could still give, by mode, of healthy GPUs. Missing until it is known who holds what.
+FREE_GPUS = _gauge("free_gpus", ("mode",), "GPUs that are offered and of which nobody holds anything.")
+FREE_COMPUTE = _gauge("free_compute_gpus", ("mode",), "Compute that is free on offered GPUs, in GPUs.")
+LARGEST_FREE = _gauge(
+    "largest_free_ratio", ("mode",), "The largest part of one GPU that is free, with memory in proportion."
+)
+UNUSABLE_COMPUTE = _gauge(
+    "unusable_compute_gpus",
+    ("mode",),
+    "The part of the free compute, in GPUs, that the next pod of the usual mix of sizes is expected not to "
+    "be able to use: too little is left on each GPU, of compute or of memory.",
+)
 MODE_STATE = _gauge("mode_state", ("state",), "1 for the state that the node's mode is in, 0 for the others.")
 MODE_SWITCHES = _counter("gpu_mode_switches", (), "How often a GPU came into another mode.")
 NODE_PATCHES = _counter(

@@ -130,13 +130,15 @@ def _start(
     scrape = {
         "job_name": "gpu-node-agent",
         "honor_labels": True,
-        "static_configs": [{"targets": [f"127.0.0.1:{agent_port}"], "labels": {"node": "n1"}}],
+        "static_configs": [
+            {"targets": [f"127.0.0.1:{agent_port}"], "labels": {"node": "n1", "cluster": "c1"}}
+        ],
     }
     beside = [
         {
             "job_name": job,
             "honor_labels": True,
-            "static_configs": [{"targets": [f"127.0.0.1:{each}"]}],
+            "static_configs": [{"targets": [f"127.0.0.1:{each}"], "labels": {"cluster": "c1"}}],
         }
         for job, each in others.items()
     ]

@@ -125,6 +125,7 @@ def test_estimates_feed_nothing(tmp_path: Path) -> None:
     inputs = [
         series("gpu_agent_container_memory_limit_bytes", "100x90", **share),
         series("gpu_agent_container_core_limit_ratio", "0.5x90", **share),
+        series("gpu_agent_container_held_ratio", "0.5x90", **share),
         series("gpu_agent_container_memory_used_bytes", "99x90", **guess),
         series("gpu_agent_container_memory_used_max_bytes", "99x90", **guess),
         series("gpu_agent_container_utilization_ratio", "0.5x90", **guess),
@@ -139,7 +140,8 @@ def test_estimates_feed_nothing(tmp_path: Path) -> None:
         ),
     ]
     inputs.append(series("gpu_agent_extender_ready", "1x90"))
-    fed = '{__name__=~"(pod|namespace|namespace_month|namespace_resource):.*(_used|utilization).*"}'
+    # What is held is billed all the same; nobody says that it is idle.
+    fed = '{__name__=~"(pod|node|cluster|namespace).*:.*(_used|_idle|utilization|_measured).*"}'
     quiet = [{"expr": expr, "eval_time": "30m", "exp_samples": []} for expr in (fed, "ALERTS")]
     check(tmp_path, {"input_series": inputs, "promql_expr_test": quiet})
 

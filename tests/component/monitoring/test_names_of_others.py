@@ -15,8 +15,8 @@ from tests.component.monitoring.promtool import Document, check, holds, in_1024t
 from tests.unit.modes.nodes import gpu, snapshot_of
 
 GIB = 1 << 30
-# The queries of dashboard 12239 of Grafana (NVIDIA's own) by panel, all variables at `All`. Its first edition chose by
-# `instance`, later ones by `Hostname`.
+# The queries of dashboard 12239 of Grafana (NVIDIA's own) by panel, all variables at `All`. Its first edition
+# chose by `instance`, later ones by `Hostname`.
 DASHBOARD = {
     "temperature": 'max(DCGM_FI_DEV_GPU_TEMP{Hostname=~".*", gpu=~".*"}) by (Hostname, gpu, uuid)',
     "mean temperature": 'avg(DCGM_FI_DEV_GPU_TEMP{Hostname=~".*", gpu=~".*"})',
@@ -86,11 +86,15 @@ def test_the_page_lists_every_field_of_dcgm() -> None:
     assert fields == set(re.findall(r"`(DCGM_FI_\w+)` \|", queries.DOCUMENT.read_text()))
 
 
-# OpenCost, by its sources and documents of 2025: prices.csv has eight columns and no header that counts. A row of class
-# `node` has the price of a whole node with its GPUs; `InstanceIDField` names the field of the Node object that `InstanceID`
-# stands for, in lower case. Labelled with `nvidia.com/gpu.replicas`, a node has `nvidia.com/gpu.count` GPUs. The node's
-# price is shared out among cores, GiB and GPUs in proportion to the prices of the configuration.
-COLUMNS = "EndTimestamp,InstanceID,Region,AssetClass,InstanceIDField,InstanceType,MarketPriceHourly,Version".split(",")
+# OpenCost, by its sources and documents of 2025: a price list has eight columns. A row of class `node` has
+# the price of a whole node with its GPUs; `InstanceIDField` names the field of the Node object that
+# `InstanceID` stands for, in lower case. Labelled with `nvidia.com/gpu.replicas`, a node has
+# `nvidia.com/gpu.count` GPUs. The node's price is shared out among cores, GiB and GPUs in proportion to the
+# prices of the configuration.
+COLUMNS = (
+    *("EndTimestamp", "InstanceID", "Region", "AssetClass"),
+    *("InstanceIDField", "InstanceType", "MarketPriceHourly", "Version"),
+)
 ALLOCATED = (
     'avg(avg_over_time(container_gpu_allocation{container!="", container!="POD", node!=""}[1h]))'
     " by (container, pod, namespace, node, uid)"
@@ -105,7 +109,7 @@ def block(language: str) -> str:
 
 
 def gpu_price(labels: Mapping[str, str], name: str, cores: int, gibibytes: int) -> float:
-    """Of a GPU of the node for an hour, as OpenCost works it out from the page's price list and configuration."""
+    """Of a GPU of the node for an hour, as OpenCost works it out from the page's list and configuration."""
     prices = {}
     for row in csv.reader(block("csv").splitlines()):
         assert len(row) == len(COLUMNS)
@@ -134,11 +138,16 @@ def test_opencost_reads_the_prices(tmp_path: Path, known: bool) -> None:
     inputs: list[Document] = []
     for namespace, pod, uuid, part in held:
         place = {"node": "gpu-1", "namespace": namespace, "pod": pod, "container": "main", "gpu": uuid}
-        for instance in ("10.0.0.1:9446", "10.0.0.2:9446"):
-            inputs.append(series("gpu_agent_container_held_ratio", f"{part}x60", **place, instance=instance))
+        inputs += (
+            series("gpu_agent_container_held_ratio", f"{part}x60", **place, instance=instance)
+            for instance in ("10.0.0.1:9446", "10.0.0.2:9446")
+        )
     uid = {pod: f', uid="{pod}-uid"' if known else "" for pod in "sfw"}
-    for namespace, pod in (("slices", "s"), ("fractions", "f"), ("whole", "w")) if known else ():
-        inputs.append(series("kube_pod_info", "1x60", namespace=namespace, pod=pod, uid=f"{pod}-uid"))
+    if known:
+        inputs += (
+            series("kube_pod_info", "1x60", namespace=namespace, pod=pod, uid=f"{pod}-uid")
+            for namespace, pod in (("slices", "s"), ("fractions", "f"), ("whole", "w"))
+        )
     costs = {
         f'{{container="main", pod="{pod}", namespace="{namespace}", node="gpu-1"{uid[pod]}}}': part * price
         for namespace, pod, part in (("slices", "s", 0.25), ("fractions", "f", 0.5), ("whole", "w", 1.0))

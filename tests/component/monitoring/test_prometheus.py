@@ -63,7 +63,13 @@ FROM_ELSEWHERE = {
     "MPSFault",
 }
 # Proved by promtool, too (test_recording_rules.py): no container was resized here.
-RULES_FROM_ELSEWHERE = {"namespace_resource:gpu_grown_units:sum"}
+RULES_FROM_ELSEWHERE = {
+    "namespace_resource:gpu_grown_units:sum",
+    # By option of the agent.
+    "DCGM_FI_PROF_DRAM_ACTIVE",
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+    "DCGM_FI_PROF_SM_ACTIVE",
+}
 # A cluster as kube-state-metrics shows it: one node, quotas of the three modes, a pod that waits.
 KUBE_STATE_METRICS = Path(__file__).with_name("kube_state_metrics.txt")
 

@@ -38,6 +38,13 @@ FIGURES = (
     "core_limit_ratio",
     "memory_limit_bytes",
 )
+# Of two nodes, in mode vgpu.
+FREE = {
+    "free_gpus": (1, 2),
+    "free_compute_gpus": (2.5, 2),
+    "unusable_compute_gpus": (0.5, 0.25),
+    "largest_free_ratio": (0.25, 0.75),
+}
 # Controllers of their pods: kind and name.
 OWNERS = {
     "p1": ("ReplicaSet", "web-6c8d9f7b5d"),
@@ -104,10 +111,20 @@ EVERYWHERE: dict[str, dict[str, float]] = {
     "pod:gpu_agent_memory_used_bytes:max5m": {P1: 1 * GIB, P2: 2 * GIB, Q: 3 * GIB, W: 16 * GIB},
     "pod:gpu_agent_core_limit:sum": {P1: 0.5, P2: 0.25, Q: 0.5, W: 1},
     "pod:gpu_agent_memory_limit_bytes:sum": {P1: 4 * GIB, P2: 2 * GIB, Q: 8 * GIB, W: 80 * GIB},
+    "pod:gpu_agent_measured_core_limit:sum": {P1: 0.5, P2: 0.25, Q: 0.5, W: 1},
+    "pod:gpu_agent_measured_memory_limit_bytes:sum": {P1: 4 * GIB, P2: 2 * GIB, Q: 8 * GIB, W: 80 * GIB},
     "namespace:gpu_agent_core_limit:sum": {A: 0.75, B: 0.5, C: 1},
     "namespace:gpu_agent_memory_limit_bytes:sum": {A: 6 * GIB, B: 8 * GIB, C: 80 * GIB},
     "namespace:gpu_agent_utilization:mean5m": {A: 0.375, B: 0.25, C: 0.5},
     "namespace:gpu_agent_memory_used_bytes:max5m": {A: 3 * GIB, B: 3 * GIB, C: 16 * GIB},
+    "cluster:gpu_agent_gpus:count": {"": 3},
+    "cluster:gpu_agent_healthy_gpus:sum": {"": 2},
+    "cluster:gpu_agent_held:sum": {"": 2.25},
+    "cluster:gpu_agent_utilization:sum": {"": 1.5},
+    "mode:gpu_agent_free_gpus:sum": {'{mode="vgpu"}': 3},
+    "mode:gpu_agent_free_compute_gpus:sum": {'{mode="vgpu"}': 4.5},
+    "mode:gpu_agent_unusable_compute_gpus:sum": {'{mode="vgpu"}': 0.75},
+    "mode:gpu_agent_largest_free_ratio:max": {'{mode="vgpu"}': 0.75},
     "gpu:gpu_agent_held:sum": {N0: 0.75, N1: 0.5, N2: 1},
     "gpu:gpu_agent_overcommitted:sum": {N0: 0, N1: 0, N2: 0},
     "node:gpu_agent_held:sum": {N: 2.25},
@@ -155,6 +172,8 @@ EVERYWHERE: dict[str, dict[str, float]] = {
 SETTLED: dict[str, dict[str, float]] = {
     "pod:gpu_agent_used:sum": {P1: 0.25, P2: 0.125, Q: 0.25, W: 0.5},
     "pod:gpu_agent_idle:sum": {P1: 0.25, P2: 0.125, Q: 0.25, W: 0.5},
+    "node:gpu_agent_idle:sum": {N: 1.125},
+    "cluster:gpu_agent_idle:sum": {"": 1.125},
     "namespace:gpu_agent_used:sum": {A: 0.375, B: 0.25, C: 0.5},
     "namespace_owner:gpu_agent_used:sum": {WEB: 0.25, TRAIN: 0.125, DB: 0.25, ALONE: 0.5},
     "namespace_owner:gpu_agent_idle:sum": {WEB: 0.25, TRAIN: 0.125, DB: 0.25, ALONE: 0.5},
@@ -202,6 +221,10 @@ def of_the_agent() -> Iterator[Document]:
         grown = "gpu_agent_namespace_grown_memory_bytes"
         before, after = ({**each, "namespace": namespace} for each in (AGENT, NEXT))
         yield from restarted(grown, units << 28, before, node=node, **after)
+    for figure, (first, second) in FREE.items():
+        for node, value in (("n", first), ("n2", second)):
+            name = f"gpu_agent_{figure}"
+            yield from restarted(name, value, AGENT, node=node, mode="vgpu", **NEXT)
     for namespace, pod, gpu, mode, *values in CONTAINERS:
         labels = {"namespace": namespace, "pod": pod, "container": "main"}
         for figure, value in zip(FIGURES, values, strict=True):
@@ -262,7 +285,9 @@ def of_kube_state_metrics() -> Iterator[Document]:
 
 
 def test_no_recording_rule_is_forgotten() -> None:
-    assert sorted((*EVERYWHERE, *SETTLED, *RISES, *TOTALS)) == sorted(queries.named("record"))
+    assert sorted((*EVERYWHERE, *SETTLED, *RISES, *TOTALS)) == sorted(
+        queries.named("record", "dcgm-names", "opencost")
+    )
 
 
 def test_a_restart_changes_nothing_that_is_recorded(tmp_path: Path) -> None:
@@ -361,3 +386,31 @@ def test_clusters_of_one_prometheus_are_kept_apart(path: Path) -> None:
     for rule in (each for group in yaml.safe_load(path.read_text())["groups"] for each in group["rules"]):
         for _, labels in LEVELS.findall(rule["expr"]):
             assert labels.startswith("cluster") or labels in ("", "month"), rule["expr"]
+
+
+def test_measured_use_is_divided_by_limits_of_what_is_measured(tmp_path: Path) -> None:
+    """Two containers of a pod; of the second one nothing is known, or only an estimate."""
+    inputs = []
+    for container, grade in (("known", "measured"), ("guessed", "estimated"), ("unread", "")):
+        place = {
+            "node": "n",
+            "gpu": "G0",
+            "namespace": "a",
+            "pod": "p",
+            "mode": "vgpu",
+            "container": container,
+        }
+        inputs += [
+            series("gpu_agent_container_memory_limit_bytes", "100x20", **place),
+            series("gpu_agent_container_core_limit_ratio", "0.25x20", **place),
+        ]
+        if grade:
+            inputs += [
+                series("gpu_agent_container_memory_used_max_bytes", "50x20", **place, attribution=grade),
+                series("gpu_agent_container_utilization_mean_ratio", "0.125x20", **place, attribution=grade),
+            ]
+    pod = '{node="n", namespace="a", pod="p", mode="vgpu"}'
+    used, limit = "pod:gpu_agent_memory_used_bytes:max5m", "pod:gpu_agent_measured_memory_limit_bytes:sum"
+    work, cores = "pod:gpu_agent_utilization:mean5m", "pod:gpu_agent_measured_core_limit:sum"
+    expected = [holds(15, f"{used} / {limit}", {pod: 0.5}), holds(15, f"{work} / {cores}", {pod: 0.5})]
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": expected})
