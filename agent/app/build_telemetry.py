@@ -50,6 +50,7 @@ def build_telemetry(
         settings.sampling.interval_seconds,
         window,
         settings.sampling.pcie_throughput,
+        settings.sampling.activity,
     )
     watch = ContainerWatch(
         snapshot,

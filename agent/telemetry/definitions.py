@@ -104,6 +104,19 @@ GPU_PCIE = _gauge(
     (*_GPU, "direction"),
     "PCIe throughput, sent and received; only with sampling.pcieThroughput.",
 )
+_ACTIVITY = "only with sampling.activity, of GPUs and drivers that have it."
+GPU_ENGINE_ACTIVE = _gauge(
+    "gpu_engine_active_ratio",
+    _GPU,
+    f"Share of the time since the last sample in which work ran; {_ACTIVITY}",
+)
+GPU_SM_ACTIVE = _gauge("gpu_sm_active_ratio", _GPU, f"Mean share of multiprocessors at work; {_ACTIVITY}")
+GPU_TENSOR_ACTIVE = _gauge(
+    "gpu_tensor_active_ratio", _GPU, f"Share of the time in which tensor cores worked; {_ACTIVITY}"
+)
+GPU_MEMORY_BANDWIDTH = _gauge(
+    "gpu_memory_bandwidth_ratio", _GPU, f"Used part of the memory's bandwidth; {_ACTIVITY}"
+)
 GPU_PROCESSES = _gauge("gpu_processes", _GPU, "Processes that use the GPU for computing.")
 GPU_UNEXPLAINED = _gauge(
     "gpu_unexplained_processes",

@@ -101,11 +101,11 @@ ALLOCATED = (
 )
 
 
-def block(language: str) -> str:
-    """The block of that language in the page."""
-    found = re.search(rf"^```{language}\n(.*?)^```", queries.DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+def block(start: str) -> str:
+    """The block of the page that begins so."""
+    found = re.search(rf"^```({start}.*?)^```", queries.DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
     assert found
-    return found[1]
+    return found[1].partition("\n")[2]
 
 
 def gpu_price(labels: Mapping[str, str], name: str, cores: int, gibibytes: int) -> float:
@@ -117,7 +117,7 @@ def gpu_price(labels: Mapping[str, str], name: str, cores: int, gibibytes: int) 
         if one["AssetClass"] != "AssetClass":
             assert (one["AssetClass"], one["InstanceIDField"]) == ("node", "metadata.name")
             prices[one["InstanceID"].lower()] = float(one["MarketPriceHourly"])
-    of = {key: float(value) for key, value in yaml.safe_load(block("yaml # opencost"))["costModel"].items()}
+    of = {key: float(value) for key, value in yaml.safe_load(block("text\ncostModel"))["costModel"].items()}
     gpus = int(labels["nvidia.com/gpu.count"]) if "nvidia.com/gpu.replicas" in labels else 0
     in_ram = gpus * of["GPU"] / of["RAM"] + cores * of["CPU"] / of["RAM"] + gibibytes
     return prices[name] / in_ram * of["GPU"] / of["RAM"]

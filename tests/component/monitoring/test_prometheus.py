@@ -63,13 +63,7 @@ FROM_ELSEWHERE = {
     "MPSFault",
 }
 # Proved by promtool, too (test_recording_rules.py): no container was resized here.
-RULES_FROM_ELSEWHERE = {
-    "namespace_resource:gpu_grown_units:sum",
-    # By option of the agent.
-    "DCGM_FI_PROF_DRAM_ACTIVE",
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
-    "DCGM_FI_PROF_SM_ACTIVE",
-}
+RULES_FROM_ELSEWHERE = {"namespace_resource:gpu_grown_units:sum"}
 # A cluster as kube-state-metrics shows it: one node, quotas of the three modes, a pod that waits.
 KUBE_STATE_METRICS = Path(__file__).with_name("kube_state_metrics.txt")
 
@@ -112,6 +106,7 @@ async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
             layouts=LAYOUTS,
             mps__probeSeconds=0.5,
             sampling__windowSeconds=5,
+            sampling__activity=True,
             vgpu__enforcement="library",
             vgpu__compute="hard",
             vgpu__library=str(library),
