@@ -87,7 +87,8 @@ def _free(state: GpuState, mode: Mode, shares: Sequence[ContainerShare], clients
     pair = mode.row.pair
     assert pair is not None
     blocks = pair.blocks(state.gpu.memory_bytes)
-    whole = pair.whole_gpus and any(each.core_limit == 1 for each in shares)
+    # All cores with all memory: other than by growth, nothing else may be on the GPU then.
+    whole = any(each.core_limit == 1 and each.memory_limit >= state.gpu.memory_bytes for each in shares)
     full = bool(clients) and len(shares) >= clients
     cores = 0 if whole else CORES - round(CORES * sum(each.core_limit or 0.0 for each in shares))
     taken = blocks if whole or full else sum(each.memory_limit for each in shares) // pair.block_bytes

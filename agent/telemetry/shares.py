@@ -15,6 +15,7 @@ from agent.model.units import REPLICA
 
 NO_SLICES: Mapping[str, int] = MappingProxyType({})
 NO_GROWTH: Mapping[Place, Growth] = MappingProxyType({})
+_NOT_GROWN = Growth()
 _CORES = frozenset(pair.core_unit for pair in PAIRS.values())
 _BLOCK_BYTES = {pair.memory_unit: pair.block_bytes for pair in PAIRS.values()}
 
@@ -49,6 +50,7 @@ class _Units:
     slices: int = 0
     cores: int = 0
     memory: int = 0
+    grown: Growth = _NOT_GROWN
 
 
 def shares_of(
@@ -84,8 +86,7 @@ def shares_of(
                 units.whole = True
     for key, growth in grown.items():
         if key in found:
-            found[key].cores += growth.cores
-            found[key].memory += growth.memory_bytes
+            found[key].grown = growth
     taken = Counter[str]()
     for key, units in found.items():
         taken[key[3]] += units.slices
@@ -96,11 +97,12 @@ def shares_of(
 
 def _share(key: Place, units: _Units, gpu: Gpu, slices: Mapping[str, int]) -> ContainerShare:
     pair = units.mode.row.pair
-    # 100 cores may stand for the GPU with all its memory, whatever was asked of that.
+    # 100 cores that a pod asked for may stand for the GPU with all its memory, whatever was asked of that.
     whole = units.whole or (pair is not None and pair.whole_gpus and units.cores == CORES)
     namespace, pod, container, uuid = key
-    cores = 1.0 if whole or units.slices else units.cores / CORES if units.cores else None
-    memory = gpu.memory_bytes if whole or units.slices else units.memory
+    promised = units.cores + units.grown.cores
+    cores = 1.0 if whole or units.slices else promised / CORES if promised else None
+    memory = gpu.memory_bytes if whole or units.slices else units.memory + units.grown.memory_bytes
     held: float | None
     if units.slices:
         held = units.slices / slices[uuid] if uuid in slices else None

@@ -67,6 +67,17 @@ def test_what_a_container_has_grown_by_is_not_free() -> None:
     assert found(one, held((0, "c", 20)), Growth(GIB, 30))["vgpu"][:2] == (0, 0.5)
 
 
+def test_cores_that_a_container_has_grown_to_leave_the_memory_to_others() -> None:
+    one = {0: GpuMode(Mode.VGPU)}
+    taken = [*held((0, "c", 60)), Holding("b", "q", "main", "any", (f"{UUIDS[0]}::m0",))]
+    shares = shares_of(Record(tuple(taken), ()), GPUS, {}, {("a", "p0", "main", UUIDS[0]): Growth(cores=40)})
+    assert [(each.core_limit, each.memory_limit, each.held) for each in shares] == [
+        (1.0, 0, 1.0),
+        (None, GIB // 4, pytest.approx(1 / TOTAL, abs=0.0002)),
+    ]
+    assert found(one, taken, Growth(cores=40))["vgpu"] == (0, 0.0, 0.0, 0.0)
+
+
 def test_all_cores_are_the_gpu_with_its_memory() -> None:
     assert found({0: GpuMode(Mode.VGPU)}, held((0, "c", 100)))["vgpu"] == (0, 0.0, 0.0, 0.0)
 
