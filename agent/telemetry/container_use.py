@@ -51,7 +51,7 @@ class Uses:
 
 
 class _Known(NamedTuple):
-    """What shares follow from."""
+    """The inputs of shares."""
 
     holdings: Record | None
     snapshot: Snapshot

@@ -15,7 +15,7 @@ ONE_HOUR = 61  # minutes: the first is charged at its end
 
 
 def billed(holdings: list[Holding], grown: dict[tuple[str, str, str, str], Growth]) -> Iterator[Document]:
-    """What the agent of a node with three GPUs, one of them in four time slices, says of these containers."""
+    """Series of these containers by an agent with four GPUs, the first of them in four time slices."""
     gpus = {each.uuid: each for each in (made_gpu(number) for number in range(4))}
     slices = {made_gpu(0).uuid: 4}
     for share in shares_of(Record(tuple(holdings), ()), gpus, slices, grown):
