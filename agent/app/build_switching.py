@@ -92,6 +92,7 @@ async def build_switching(
         tasks.group,
         before_first=inventory_annotation.ahead(own, snapshot, assignment, most, grown) if own else None,
     )
+    core.holdings.rewrite = resources.send_again
     node = build_node(core, cluster, own, resources, assignment) if cluster and own else None
     cordons = CordonBook(Path(settings.host.state) / "cordons.json", snapshot, own)
     await cordons.restore()

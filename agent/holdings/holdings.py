@@ -1,5 +1,6 @@
 """Keeps the record of who holds what at hand for reports on pods; decisions read it again."""
 
+import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ RETRY_SECONDS = 0.5
 # the shortest time between two reads, for the socket's rate limit is everybody's on the node.
 SOON_SECONDS = 0.5
 BURST_SECONDS = 3.0
+# Between lists that are sent for the checkpoint's sake.
+REWRITE_SECONDS, REWRITE_LONGEST_SECONDS = 30.0, 1800.0
 # A reading in whose middle the kubelet restarts is made again: of whom an answer is would not be known.
 READINGS = 3
 
@@ -79,6 +82,11 @@ class HoldingsWatch:
         self.pod_changes: Cell[Any] = Cell(None)
         # Asks the API server for pods, by UID, beside the watch: the view shows what it answered.
         self.ask_after: Callable[[Mapping[str, PodKey]], Awaitable[None]] | None = None
+        # Has the kubelet write its checkpoint, by another list: without what it has freed since.
+        self.rewrite: Callable[[], None] | None = None
+        self._rewrites = Backoff(REWRITE_SECONDS, REWRITE_LONGEST_SECONDS, jitter=0.0)
+        self._doubtful: frozenset[str] = frozenset()  # UIDs for which it is to be written
+        self._rewrite_at = math.inf
         self._checkpoint_known = False  # whether this process has read it at least once
         self._unreadable: str | None = None  # the checkpoint, and why
         self.cell: Cell[Record | None] = Cell(None)  # None: never read, or not readable now
@@ -124,6 +132,7 @@ class HoldingsWatch:
                 ends = Backoff(RETRY_SECONDS, REFRESH_SECONDS)
                 while True:
                     await self.refresh()
+                    self._have_it_written()
                     if self.problem:
                         pause = RETRY_SECONDS
                     elif self._record.outlived:
@@ -138,6 +147,24 @@ class HoldingsWatch:
                         while not waited.cancelled_caught:
                             with anyio.move_on_after(SOON_SECONDS) as waited:
                                 seen = await self._allocations.wait_change(seen)
+
+    def _have_it_written(self) -> None:
+        """Where nobody says whether pods that only the checkpoint names have ended: the kubelet by a new one.
+
+        It frees what they held with each List, and names them until the next writing, maybe days later.
+        """
+        silent = self.problem is None and not self.view().complete
+        pods, listed = self._record.pods if silent else {}, self._record.joined.pods
+        doubtful = frozenset(uid for uid, pod in pods.items() if pod.key not in listed)
+        now = anyio.current_time()
+        if not doubtful <= self._doubtful:
+            self._rewrites.reset()
+            self._rewrite_at = now + self._rewrites.next()
+        self._doubtful = doubtful
+        if doubtful and self.rewrite and now >= self._rewrite_at:
+            self._rewrite_at = now + self._rewrites.next()
+            log.info("checkpoint_to_be_written", pods=sorted(doubtful))
+            self.rewrite()
 
     async def _follow_pods(self) -> None:
         """A pod that has ended by the API server holds nothing from that moment on.

@@ -77,6 +77,11 @@ class ResourceSet:
             name = f"endpoint {endpoint.plugin.resource}"
             self._group.start_soon(self._supervisor.restarting, name, endpoint.run)
 
+    def send_again(self) -> None:
+        """Send a list as it is: the kubelet writes its checkpoint with each."""
+        for endpoint in self.endpoints[:1]:
+            endpoint.plugin.lists.publish(endpoint.plugin.lists.value)
+
     async def follow_lists(self, action: Callable[[], None]) -> None:
         """Call `action` whenever a list has changed or the kubelet came or went, for ever."""
         async with anyio.create_task_group() as group:

@@ -12,6 +12,7 @@ import pytest
 
 from agent.app import run as app
 from agent.app.agent import Agent
+from agent.holdings import holdings
 from agent.kit.supervise import FatalError
 from agent.nvml.nvml_errors import NvmlCode
 from agent.settings import ClusterSettings, HostSettings, HttpSettings, Kubelet, Settings
@@ -77,6 +78,26 @@ async def test_from_start_to_stop_nothing_blocks_the_loop_and_nothing_stays(fold
         await eventually(lambda: kubelet.allocatable.get(GPU) == 0)
         await eventually(lambda: running_tasks() <= tasks)
         assert not (folder / "k/plugins_registry/gna-nvidia-gpu.sock").exists()
+
+
+async def test_without_an_api_server_a_pod_that_ended_under_a_stopped_kubelet_holds_nothing_for_long(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet names it in its checkpoint until the next writing, which no pod has to cause."""
+    monkeypatch.setattr(holdings, "REFRESH_SECONDS", 0.1)
+    monkeypatch.setattr(holdings, "REWRITE_SECONDS", 0.1)
+    monkeypatch.setattr(holdings, "REWRITE_LONGEST_SECONDS", 0.2)
+    kubelet, pod = _kubelet(folder), PodSpec("a", (ContainerSpec("main", {GPU: 1}),))
+    async with kubelet.running(), app.running(_settings(folder), _nvml()) as agent:
+        await eventually(lambda: kubelet.allocatable.get(GPU) == 8)
+        kubelet.create_pod(pod)
+        await eventually(lambda: bool(agent.core.holdings.gpus_by_pod()))
+        await kubelet.stop()
+        kubelet.api.delete(pod)
+        kubelet.api.pods.clear()
+        await kubelet.start()
+        await eventually(lambda: agent.core.holdings.problem is None)
+        await eventually(lambda: not agent.core.holdings.gpus_by_pod())
 
 
 @pytest.mark.parametrize("hangs", [False, True])
