@@ -37,6 +37,9 @@ BAD = {
         ["nothing would ever be offered", "set at least one to true"],
     ),
     "default mode that is off": ('config.defaultMode="mps"', ["mps.enabled is false", "switch the mode on"]),
+    "claims twice": ("config.dra.enabled=true", ["config.dra.enabled", "use the value dra.enabled"]),
+    "extended resource of no class": ("dra.extendedResource=true", ["set dra.enabled and dra.classes"]),
+    "default mode dra that is off": ('config.defaultMode="dra"', ["dra.enabled is false"]),
     "modes twice": ("config.modes.mps=true", ["config.modes follows from", "mps.enabled"]),
     "port twice": ("config.http.port=80", ["config.http", "port"]),
     "moved folder": ('config.host.run="/x"', ["config.host.run", "mounts", "take it out"]),
@@ -61,7 +64,7 @@ BAD = {
     ),
     "default mode that is nothing": (
         'config.defaultMode="mpss"',
-        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps"],
+        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps, dra"],
     ),
     "layout in a mode that is off": (
         'config.layouts={"mixed": [{"gpus": [0], "mode": "mps"}]}',
