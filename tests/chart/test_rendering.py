@@ -68,7 +68,7 @@ def test_configured_folders_are_mounted(objects: tuple[Manifest, ...], tmp_path:
         f"{kubelet}/pod-resources",
         str(found.device_plugins_folder),
     } <= mounts
-    assert not found.dra.enabled or f"{kubelet}/plugins/gpu-node-agent.io" in mounts
+    assert not (found.dra.enabled and found.modes.mps) or kubelet in mounts
     assert {found.host.state, found.host.run, found.host.cdi} <= mounts
     assert found.driver.root == "/" or found.driver.root in mounts
     assert not found.modes.mps or found.host.cgroups in mounts

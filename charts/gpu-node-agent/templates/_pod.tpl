@@ -84,15 +84,11 @@ seccompProfile:
   mountPath: {{ .Values.kubelet.root }}/plugins_registry
 - name: pod-resources
   mountPath: {{ .Values.kubelet.root }}/pod-resources
-{{- if .Values.dra.enabled }}
-- name: dra
-  mountPath: {{ .Values.kubelet.root }}/plugins/{{ include "gna.draDriver" . }}
-{{- if include "gna.hostDriver" . }}
+{{- if and .Values.dra.enabled (include "gna.hostDriver" .) }}
 # Only where the agent is privileged anyway: the kubelet's record of claims is replaced as a file, and lies there.
 - name: kubelet
   mountPath: {{ .Values.kubelet.root }}
   readOnly: true
-{{- end }}
 {{- end }}
 - name: state
   mountPath: {{ include "gna.state" . }}
@@ -156,13 +152,9 @@ seccompProfile:
   hostPath: {path: {{ printf "%s/plugins_registry" .Values.kubelet.root | quote }}, type: Directory}
 - name: pod-resources
   hostPath: {path: {{ printf "%s/pod-resources" .Values.kubelet.root | quote }}, type: Directory}
-{{- if .Values.dra.enabled }}
-- name: dra
-  hostPath: {path: {{ printf "%s/plugins/%s" .Values.kubelet.root (include "gna.draDriver" .) | quote }}, type: DirectoryOrCreate}
-{{- if include "gna.hostDriver" . }}
+{{- if and .Values.dra.enabled (include "gna.hostDriver" .) }}
 - name: kubelet
   hostPath: {path: {{ .Values.kubelet.root | quote }}, type: Directory}
-{{- end }}
 {{- end }}
 - name: state
   hostPath: {path: {{ include "gna.state" . | quote }}, type: DirectoryOrCreate}
