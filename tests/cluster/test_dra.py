@@ -28,8 +28,8 @@ from tests.cluster.claims_node import (
 from tests.cluster.real_rig import RESOURCES
 from tests.cluster.rig import Cluster
 from tests.pace import scaled
+from tests.scenarios import mps
 from tests.scenarios.health import DOUBLE_BIT_ERROR, QUIET
-from tests.scenarios.mps import LIMIT, PERCENTAGE
 from tests.scenarios.rig import GPU
 from tests.scenarios.skeleton import gpu_pod
 
@@ -61,7 +61,7 @@ def test_dra_unequal_mps_shares_of_strangers(node: ClaimsNode) -> None:
     node.run(*pods)
     for pod, (cores, gib) in zip(pods, ((10, 4), (60, 30), (1, 1)), strict=True):
         seen = node.environment(pod)
-        assert (seen[PERCENTAGE], seen[LIMIT]) == (str(cores), f"0={gib}G")
+        assert (seen[mps.PERCENTAGE], seen[mps.LIMIT]) == (str(cores), f"0={gib}G")
     (device,) = {node.device(pod) for pod in pods}
     assert [gpu.lower() for gpu in node.daemons()] == [gpu_of(device)]
     node.run(elsewhere := share("elsewhere", 40, 4))
