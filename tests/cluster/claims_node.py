@@ -69,7 +69,7 @@ def template(name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def gpu_of(device: str) -> str:
     """The GPU of a device, as its name has it."""
-    found = re.fullmatch(r"gpu-(.+)-(?:whole|mps)", device)
+    found = re.fullmatch(r"(gpu-.+)-(?:whole|mps)", device)
     assert found, device
     return found[1]
 
