@@ -206,3 +206,8 @@ def test_resizers_are_refused_where_no_policy_could_hold_the_others() -> None:
 def test_kubernetes_that_is_too_old_is_refused() -> None:
     with pytest.raises(HelmRefused, match=r"1\.25"):
         helm.template(kubernetes="1.24.0")
+
+
+def test_claims_are_refused_where_kubernetes_is_too_old_for_them() -> None:
+    with pytest.raises(HelmRefused, match=r"dra\.enabled needs Kubernetes 1\.36\.5"):
+        helm.template(settings=["dra.enabled=true"], kubernetes="1.36.3")

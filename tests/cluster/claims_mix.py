@@ -20,7 +20,7 @@ SETTLES_SECONDS = 90.0
 
 
 class Mix:
-    """What is asked for, at random: whole GPUs, two at once, shares of ten sizes."""
+    """Requests at random: whole GPUs, two at once, shares of ten sizes."""
 
     def __init__(self, node: ClaimsNode, seed: int) -> None:
         self._node = node

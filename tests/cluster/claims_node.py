@@ -75,7 +75,7 @@ def gpu_of(device: str) -> str:
 
 
 class ClaimsNode:
-    """What tests do with it; everything blocks."""
+    """The node as tests use it; everything blocks."""
 
     def __init__(self, cluster: Cluster, rig: RealRig, mps: MpsNode, portal: BlockingPortal) -> None:
         self.cluster = cluster

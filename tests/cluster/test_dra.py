@@ -186,7 +186,7 @@ def test_dra_driver_killed(node: ClaimsNode) -> None:
 
 
 def test_dra_force_deletion_waits(node: ClaimsNode) -> None:
-    """Its claim is free at once, its container is not gone: whoever gets the GPU next waits for it."""
+    """Its claim is free at once, its container is not gone: the next holder of the GPU waits for it."""
     node.run(whole("filler"))
     stubborn = manifests.container("main", ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"])
     stubborn["resources"]["claims"] = [{"name": "gpu"}]
@@ -212,7 +212,7 @@ def test_dra_force_deletion_waits(node: ClaimsNode) -> None:
 
 
 def test_dra_burst_loses_no_minute(node: ClaimsNode) -> None:
-    """What the kubelet drops, its own 403 included, would wait for a minute."""
+    """A preparation that the kubelet drops, by its own 403, too, would wait for a minute."""
     for burst in range(3):
         pods = [share(f"burst-{burst}-{number}", 10, 2) for number in range(10)]
         begun = time.monotonic()
@@ -247,7 +247,7 @@ def test_dra_taint_keeps_the_holder(node: ClaimsNode) -> None:
 def test_dra_health_reaches_the_pod(node: ClaimsNode) -> None:
     node.stop()
     node.start(QUIET)
-    node.run(pod := share("patient", 10, 4))
+    node.run(pod := share("ill", 10, 4))
     (gpu,) = node.daemons()
 
     def verdicts() -> list[tuple[str, str]]:
