@@ -1,4 +1,4 @@
-"""Claims (DRA) on a real kubelet and the stock scheduler: their cost for a pod, and how fast a GPU comes back."""
+"""Claims (DRA) on a real kubelet and scheduler: their cost for a pod, and how fast a GPU comes back."""
 
 import re
 import statistics
@@ -44,7 +44,10 @@ async def claims(_: Conditions) -> Mapping[str, Taken]:
 
 def _measured() -> Mapping[str, Taken]:
     with Cluster(build_parts(print)) as cluster, claims_node(cluster) as (node, _):
-        cold, warm, plain, claimed = [], [], [], []
+        cold: list[float] = []
+        warm: list[float] = []
+        plain: list[float] = []
+        claimed: list[float] = []
         prepares = _Prepares(node)
         for number in range(5):
             _started(node, share(f"cold-{number}", 10, 4))
