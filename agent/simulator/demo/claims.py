@@ -24,7 +24,8 @@ async def claims(stage: Stage, screen: Screen, number: int) -> None:
     for kind in ("whole", "mps"):
         stage.kubelet.api.resources.create(CLASSES, _device_class(kind))
     async with stage.api() as (_, access):
-        more = {"defaultMode": "dra", "dra.enabled": "true", **access, **await stage.with_mps()}
+        more = {"defaultMode": "dra", "dra.enabled": "true", **access}
+        more |= {**await stage.with_mps(), **await stage.with_cdi()}
         configuration = await anyio.to_thread.run_sync(stage.settings, more)
         screen.act(number, "The agent is back, in mode dra: the first pod on a GPU chooses")
         async with app.running(configuration, SimulatedNvml(stage.machine)) as agent:
