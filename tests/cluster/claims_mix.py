@@ -14,8 +14,8 @@ from tests.cluster.real_rig import RESOURCES
 
 GIB = 1 << 30
 NODES, GPUS = 4, 2  # GPUs of each node
-CORES, MEMORY_GIB = 100, 44
-SIZES = ((5, 4), (10, 8), (10, 20), (20, 10), (25, 11), (30, 5), (40, 20), (50, 22), (70, 10), (100, 44))
+CORES, MEMORY_GIB = 100, 43  # one GiB of a GPU is for the MPS server
+SIZES = ((5, 4), (10, 8), (10, 20), (20, 10), (25, 11), (30, 5), (40, 20), (50, 22), (70, 10), (100, 43))
 SETTLES_SECONDS = 90.0
 
 
