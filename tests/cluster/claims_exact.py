@@ -6,7 +6,7 @@ No GPU is in two modes, none is whole twice, none has more shares than fit.
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from agent.model.quantity import units
 from tests.cluster.api import Object
@@ -71,7 +71,10 @@ class ClaimObserver(threading.Thread):
                 self._claims[item["metadata"]["uid"]] = results_of(item)
             self.broken += faults((each for held in self._claims.values() for each in held), self._limits)
 
-    def stop(self) -> None:
-        """End it; from any thread."""
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._watch.close()
         self.join(10)

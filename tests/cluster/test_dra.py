@@ -123,9 +123,7 @@ def _winner_first(node: ClaimsNode, rivals: Sequence[PodSpec]) -> list[PodSpec]:
 def test_dra_random_mix_is_exact(node: ClaimsNode) -> None:
     """200 pods and more on nodes without a kubelet: bursts of deletions, restarts of the scheduler."""
     limits = {"cores": CORES, "memory": MEMORY_GIB * GIB, "clients": 48}
-    observer = ClaimObserver(node.cluster, limits)
-    observer.start()
-    with Mix(node, seed=40) as mix:
+    with ClaimObserver(node.cluster, limits) as observer, Mix(node, seed=40) as mix:
         mix.more(MIX // 2)
         for turn in range(4):
             mix.settles()
@@ -136,7 +134,6 @@ def test_dra_random_mix_is_exact(node: ClaimsNode) -> None:
             mix.more(MIX // 8)
         mix.settles()
         assert mix.made == MIX
-    observer.stop()
     assert observer.events > 2 * MIX
     assert not observer.broken
 
