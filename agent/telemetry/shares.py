@@ -49,19 +49,24 @@ def shares_of(pods: Record, gpus: Mapping[str, Gpu]) -> tuple[ContainerShare, ..
     for holding in pods.holdings:
         if not holding.listed:
             continue  # plain init containers: their heirs have the same units, and run when they have ended
+        if claimed := holding.share:
+            pair, place = claimed.mode.row.pair, (holding.namespace, holding.pod, holding.container)
+            device = found.setdefault((*place, claimed.gpu), _Units(claimed.mode, whole=pair is None))
+            device.cores += claimed.cores
+            device.memory += claimed.memory * (pair.block_bytes if pair else 0)
         for text in holding.ids:
             try:
-                device = parse(text)
+                unit = parse(text)
             except BadDeviceId:
                 continue
-            key = (holding.namespace, holding.pod, holding.container, device.gpu)
+            key = (holding.namespace, holding.pod, holding.container, unit.gpu)
             units = found.get(key)
             if units is None:
-                units = found[key] = _Units(MODE_OF_UNIT[device.unit])
-            if device.unit in _CORES:
+                units = found[key] = _Units(MODE_OF_UNIT[unit.unit])
+            if unit.unit in _CORES:
                 units.cores += 1
-            elif device.unit in _BLOCK_BYTES:
-                units.memory += _BLOCK_BYTES[device.unit]
+            elif unit.unit in _BLOCK_BYTES:
+                units.memory += _BLOCK_BYTES[unit.unit]
             else:
                 units.whole = True
     return tuple(_share(key, units, gpus[key[3]]) for key, units in found.items() if key[3] in gpus)
