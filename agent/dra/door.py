@@ -49,7 +49,14 @@ class DraDoor:
             tuple(mode for mode in (WHOLE_GPUS, SHARES) if getattr(node.settings.modes, mode.value))
         )
         self._offers = Offers(
-            node.name, node.snapshot, node.assignment, switch, self.requests, wings, configured.reserve_whole
+            node.name,
+            node.snapshot,
+            node.assignment,
+            switch,
+            self.requests,
+            wings,
+            configured.reserve_whole,
+            node.settings.mps.most_clients,
         )
         self.ledger = ClaimLedger(
             self.requests.wanted, self._offers.sizes, lambda: configured.keep_daemon_seconds

@@ -40,8 +40,9 @@ class Offers:
         requests: ClaimRequests,
         wings: Mapping[Mode, Wing],
         reserve: int,
+        most_clients: int | None,
     ) -> None:
-        """`reserve`: how many GPUs, the last ones, take no shares."""
+        """`reserve`: how many GPUs, the last ones, take no shares. `most_clients`: of one, below MPS' own."""
         self._node = node
         self._inventory = inventory
         self._assignment = assignment
@@ -49,6 +50,7 @@ class Offers:
         self._requests = requests
         self._wings = wings
         self._reserve = reserve
+        self._most_clients = most_clients
         self._roots: dict[str, str] = {}  # PCIe root complexes, by bus ID
         self.cells = (inventory, assignment, switch)
 
@@ -92,7 +94,9 @@ class Offers:
         ]
 
     def _clients(self, state: GpuState) -> int:
-        return self._wings[SHARES].most_holders(state.gpu) if SHARES in self._requests.modes else 0
+        ceiling = SHARES.row.client_ceiling
+        most = ceiling(state.gpu, self._inventory.value.driver) if ceiling else 0
+        return min(most, self._most_clients or most)
 
     def sizes(self, uuid: str) -> tuple[int, int]:
         """GiB that shares of a GPU may have together, and how many there may be."""

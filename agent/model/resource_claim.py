@@ -72,7 +72,7 @@ class ResourceClaim(msgspec.Struct, frozen=True):
         return any(each.driver == DRIVER for each in self.status.devices)
 
 
-class ListMetadata(msgspec.Struct):
+class ListMetadata(msgspec.Struct, frozen=True):
     next_page: str = msgspec.field(default="", name="continue")
 
 
