@@ -1,4 +1,4 @@
-"""What is asked of us by a ResourceClaim, and what is refused of it: pure."""
+"""Requests of a ResourceClaim, checked: the devices of ours that it has, or why it is refused. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -46,7 +46,7 @@ class DriverStats:
 
 
 class ClaimReports:
-    """Says to people what became of a claim. This one tells nobody."""
+    """Reports to people about claims. This one has nobody to report to."""
 
     def refused(self, name: ClaimName, claim: ResourceClaim | None, problem: str) -> None:
         """A claim was not prepared."""
@@ -274,7 +274,7 @@ class ClaimPreparer:
             raise refused[0]
 
     def _late(self, claim: HeldClaim) -> str:
-        """What a claim has waited for, in words."""
+        """The reasons for which a claim still waits, in words."""
         found = []
         for uuid in sorted(claim.gpus):
             state = self._inventory.value.by_uuid.get(uuid)

@@ -1,8 +1,8 @@
 """Keeps the ResourceSlices of the node true: one writer, which puts back what somebody takes away.
 
-A device that is allocated never leaves its list, nor does its counter change: the scheduler would sell its
-GPU a second time (kubernetes #140802). So a GPU that is to leave is tainted, and its devices go once no claim
-has them any more.
+A device that is allocated never leaves its list, nor does its counter change: the scheduler would give its
+GPU away a second time (kubernetes #140802). So a GPU that is to leave is tainted, and its devices go once no
+claim has them any more.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +43,7 @@ log = structlog.get_logger()
 # A pod that the scheduler was placing when a taint was written is allocated within this time, if at all.
 SETTLED_SECONDS = 3.0
 LEAVING_LOOK_SECONDS = 2.0
+SHOWN_SECONDS = 2.0  # for the watch to show a new slice
 REFUSED_LOOK_SECONDS = 60.0
 IDLE_SECONDS = 300.0
 OTHERS = ("gpu.nvidia.com",)  # drivers that offer the same GPUs
@@ -226,8 +227,9 @@ class SlicePublisher:
         self.writes += 1
         item = msgspec.json.decode(answer, type=ApiSlice)
         self._answers[write.name] = (_plain(write.body["spec"]), _plain(item.spec))
-        if item.metadata.uid in self.reflector.items.value:
-            self.reflector.answered(item)
+        self.reflector.answered(item)
+        with anyio.move_on_after(SHOWN_SECONDS):  # else it would be created once more
+            await self.reflector.items.wait_for(lambda items: item.metadata.uid in items)
         if dropped := differences(write.body["spec"], item.spec):
             gates = missing_gates(write.body["spec"], item.spec)
             self._supported = not gates  # looked at again, and reported, with the next round

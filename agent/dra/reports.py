@@ -1,4 +1,4 @@
-"""What became of claims, for people: events, and conditions in the claims' status where rights allow."""
+"""Reports on claims to people: events, and conditions in the claims' status where rights allow."""
 
 from http import HTTPStatus
 from typing import Any

@@ -187,7 +187,7 @@ class Write:
 def writes(
     node: str, node_uid: str | None, wanted: Mapping[str, Document], found: Mapping[str, Published]
 ) -> list[Write]:
-    """What makes the slices as they are wanted; one write where devices stay and are otherwise than before.
+    """The writes that make slices as they are wanted; one where devices stay and are otherwise than before.
 
     Where devices come or go a new generation of all slices begins, and counts once it is complete.
     """
@@ -223,7 +223,7 @@ def _slice(name: str, node: str, node_uid: str | None, pool: Document, content: 
 
 
 def _shape(content: Document) -> object:
-    """What a new generation is needed for: names of devices, or all of the counters."""
+    """The part of which each change begins a new generation: names of devices, or all counters."""
     if "devices" in content:
         return [each["name"] for each in content["devices"]]
     return content.get("sharedCounters")

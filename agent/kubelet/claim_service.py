@@ -62,7 +62,7 @@ class DeviceVerdict:
 
 
 class ClaimDriver(Protocol):
-    """What a DRA driver does; both calls answer for each claim, and neither takes longer than 40 s."""
+    """A DRA driver: both calls answer for each claim, and neither takes longer than 40 s."""
 
     name: str
     health: Cell[Sequence[DeviceVerdict]]

@@ -153,7 +153,7 @@ class GpuMode:
 
     @property
     def list_key(self) -> tuple[Mode, int, bool]:
-        """What tells one way of offering a GPU from another."""
+        """By which one way of offering a GPU differs from another."""
         return (self.mode, self.replicas, self.dra)
 
     @property

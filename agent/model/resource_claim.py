@@ -35,13 +35,13 @@ class DeviceConfiguration(msgspec.Struct, frozen=True):
     opaque: OpaqueConfiguration | None = None
 
 
-class Devices(msgspec.Struct, frozen=True):
+class AllocatedDevices(msgspec.Struct, frozen=True):
     results: list[DeviceResult] = msgspec.field(default_factory=list)
     config: list[DeviceConfiguration] = msgspec.field(default_factory=list)
 
 
-class Allocation(msgspec.Struct, frozen=True):
-    devices: Devices = Devices()
+class ClaimAllocation(msgspec.Struct, frozen=True):
+    devices: AllocatedDevices = AllocatedDevices()
 
 
 class Consumer(msgspec.Struct, rename="camel", frozen=True):
@@ -51,13 +51,13 @@ class Consumer(msgspec.Struct, rename="camel", frozen=True):
 
 
 class ClaimDeviceStatus(msgspec.Struct, frozen=True):
-    """What a driver says of a device, as far as it is asked for."""
+    """A driver's report on a device, as far as it is asked for."""
 
     driver: str = ""
 
 
 class ClaimStatus(msgspec.Struct, rename="camel", frozen=True):
-    allocation: Allocation | None = None
+    allocation: ClaimAllocation | None = None
     reserved_for: list[Consumer] = msgspec.field(default_factory=list)
     devices: list[ClaimDeviceStatus] = msgspec.field(default_factory=list)
 

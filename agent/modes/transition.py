@@ -58,7 +58,7 @@ class ModeState:
                 return GpuMode(reason=self.target.reason, refused=self.target.refused)
             return GpuMode(reason=self.failure or BETWEEN)
         if self.stage is ModeStage.OFFERED:
-            return GpuMode(self.mode, replicas=self.replicas)
+            return GpuMode(self.mode, replicas=self.replicas, dra=self.dra)
         offering = Offering.CLOSING if self.stage is ModeStage.CLOSING else Offering.CLOSED
         reason = self.target.reason or self.failure or CHANGING
         return GpuMode(self.mode, offering, reason, self.replicas, dra=self.dra)
@@ -178,7 +178,7 @@ def set_up(state: ModeState) -> ModeState:
 def failed(state: ModeState, problem: str) -> ModeState:
     match state.stage:
         case ModeStage.SETTING_UP if state.mode is UNCLAIMED:
-            return replace(state, stage=ModeStage.OFFERED, running=Mode.OFF, failure=problem)
+            return replace(state, stage=ModeStage.OFFERED, running=UNCLAIMED, failure=problem)
         case ModeStage.SETTING_UP if state.mode is not Mode.OFF:
             # Pods are at work on it: their IDs stay listed, and whatever runs for them stays.
             return replace(_listed_only(state), failure=problem)

@@ -23,7 +23,6 @@ async def dra_node(**settings: object) -> AsyncIterator[MpsNode]:
     async with embedded_rig("1.37") as rig, node_to_be(rig) as node:
         for mode in (WHOLE_GPUS, SHARES):
             await rig.create_resource("DeviceClass", device_class(mode))
-        rig.kubelet.api.resources.version = "v1.37.2"
         await start(node, **settings)
         await offered(rig)
         yield node
@@ -32,6 +31,11 @@ async def dra_node(**settings: object) -> AsyncIterator[MpsNode]:
 async def start(node: MpsNode, **settings: object) -> None:
     await anyio.to_thread.run_sync(node.mode_file.write_text, "dra\n")
     await node.rig.start_agent(await node.settings(**{"dra.enabled": True, **settings}))
+
+
+def rig_of(node: MpsNode) -> EmbeddedRig:
+    assert isinstance(node.rig, EmbeddedRig)
+    return node.rig
 
 
 async def offered(rig: EmbeddedRig, gpus: int = 8) -> None:
@@ -78,7 +82,7 @@ async def run(rig: EmbeddedRig, *pods: PodSpec) -> None:
 
 async def test_first_claim_chooses_and_last_one_frees() -> None:
     async with dra_node() as node:
-        rig = node.rig
+        rig = rig_of(node)
         one, other = asking("one", SHARES, 30, 40), asking("other", SHARES, 45, 60)
         await run(rig, one, other)
         first = rig.gpu_uuids()[0]
