@@ -26,6 +26,6 @@ class ClaimRequests:
             for uuid, target in targets.items()
         }
 
-    def holds(self, uuid: str) -> bool:
-        """Whether a claim is, or may be, on a GPU."""
-        return uuid in self.wanted.value or uuid in self.listed.value
+    def holds(self, uuid: str, *, leaving: bool) -> bool:
+        """Whether a claim is on a GPU; on one that is `leaving` for another door, whether one may be."""
+        return uuid in self.wanted.value or (leaving and uuid in self.listed.value)

@@ -48,7 +48,7 @@ from agent.modes.ports import Announcer
 from agent.modes.resources import ResourceSet
 from agent.modes.retry import Retry
 from agent.modes.switch_state import STARTING, Phase, SwitchState
-from agent.modes.transition import WORKING, ModeStage, ModeState
+from agent.modes.transition import LEAVING, WORKING, ModeStage, ModeState
 from agent.modes.unexplained import Unexplained
 
 log = structlog.get_logger()
@@ -167,7 +167,7 @@ class ModeSwitcher:
         plan = Plan(cordoned(targets, self._gpus, self._cordons.value), plan.problem, plan.obeys)
         waiting, missing = busy, ""
         await self._aim(plan.targets)
-        if any(self._states[uuid].stage in (ModeStage.CLOSING, ModeStage.DRAINING) for uuid in plan.targets):
+        if any(self._states[uuid].stage in LEAVING for uuid in plan.targets):
             holders = await self._holders()
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
@@ -231,7 +231,7 @@ class ModeSwitcher:
         for uuid in new:
             held = holders.get(uuid)
             # What slices of before list may be allocated by now.
-            listed = GpuMode(UNCLAIMED, dra=True) if self._claims.holds(uuid) else None
+            listed = GpuMode(UNCLAIMED, dra=True) if self._claims.holds(uuid, leaving=True) else None
             found[uuid] = transition.first_seen(taken_over(held, targets.get(uuid, OFF)) if held else listed)
         self._change(found)
 
@@ -289,10 +289,14 @@ class ModeSwitcher:
         waiting: dict[str, tuple[str, ...]] = {}
         for uuid in targets:
             state = self._states[uuid]
-            held = bool(holders.get(uuid)) or uuid in stay or (state.dra and self._claims.holds(uuid))
+            held = (
+                bool(holders.get(uuid))
+                or uuid in stay
+                or (state.dra and self._claims.holds(uuid, leaving=not state.target.dra))
+            )
             after = transition.looked(state, held=held, granted=uuid in granted)
             changed[uuid] = after
-            if after.stage in (ModeStage.CLOSING, ModeStage.DRAINING) and not after.stands_as_wanted:
+            if after.stage in LEAVING and not after.stands_as_wanted:
                 nobody = (
                     "a process of a pod that has ended" if uuid in stay else "a pod that is being admitted"
                 )

@@ -26,7 +26,7 @@ def settled(state: ModeState, watch: Callable[[ModeState], None] = lambda _: Non
         watch(state)
         before = state
         match state.stage:
-            case ModeStage.CLOSING | ModeStage.DRAINING:
+            case ModeStage.CLOSING | ModeStage.DRAINING | ModeStage.KEEPING if not state.stands_as_wanted:
                 state = transition.looked(state, held=False, granted=False)
             case ModeStage.TEARING_DOWN:
                 state = transition.torn_down(state)
@@ -123,14 +123,17 @@ def test_a_mode_that_cannot_be_set_up_goes_back_to_the_door() -> None:
 
 def test_holders_of_before_are_taken_over() -> None:
     state = transition.first_seen(SHARED)
-    assert (state.stage, state.dra) == (ModeStage.DRAINING, True)
+    assert (state.stage, state.dra) == (ModeStage.KEEPING, True)
     adopted = wanted(state, SHARED)
     assert (adopted.stage, adopted.running) == (ModeStage.SETTING_UP, SHARES)
     assert settled(adopted) == at(SHARED)
     listed = transition.first_seen(FREE)
     assert settled(wanted(listed, FREE)) == at(FREE)
     assert settled(wanted(listed, SHARED)) == at(SHARED)
-    assert wanted(listed, BY_PLUGIN).stage is ModeStage.DRAINING
+    assert wanted(listed, BY_PLUGIN).stage is ModeStage.KEEPING
+    # Until nobody holds it by the record: the ledger of claims may not have been readable yet.
+    assert wanted(state, FREE).stage is ModeStage.KEEPING
+    assert settled(wanted(state, FREE)) == at(FREE)
 
 
 def test_a_cordon_taints_a_device_and_leaves_it_where_it_is() -> None:
@@ -154,8 +157,9 @@ def test_claims_choose_nothing_where_plugins_offer() -> None:
     requests.wanted.publish({GPU: SHARES, "GPU-2": SHARES})
     targets = requests.chosen({GPU: FREE, "GPU-2": GpuMode(WHOLE_GPUS), "GPU-3": FREE})
     assert targets == {GPU: SHARED, "GPU-2": GpuMode(WHOLE_GPUS), "GPU-3": FREE}
-    assert requests.holds(GPU)
-    assert not requests.holds("GPU-3")
+    assert requests.holds(GPU, leaving=False)
+    requests.listed.publish(frozenset({"GPU-3"}))
+    assert [requests.holds("GPU-3", leaving=each) for each in (False, True)] == [False, True]
 
 
 def test_a_choice_of_claims_is_no_change_of_the_nodes_mode() -> None:
