@@ -5,11 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from agent.model.claim_device import ClaimedShare
 from agent.model.demand import CORES
 from agent.model.gpu import Gpu
 from agent.model.growth import Growth, Place
-from agent.model.holding import Holding, Record
+from agent.model.holding import Record
 from agent.model.ids import BadDeviceId, parse
 from agent.model.modes import MODE_OF_UNIT, PAIRS, Mode
 from agent.model.units import REPLICA
@@ -64,12 +63,10 @@ def shares_of(
 
     `slices`: of each GPU, as far as it is known. `grown`: what containers have beyond the kubelet's records.
     """
-    found: dict[Place, _Units] = {}
+    found: dict[Place, _Units] = _claimed(pods)
     for holding in pods.holdings:
         if not holding.listed:
             continue  # plain init containers: their heirs have the same units, and run when they have ended
-        if holding.share:
-            _add(found, holding, holding.share)
         for text in holding.ids:
             try:
                 unit = parse(text)
@@ -98,12 +95,16 @@ def shares_of(
     return tuple(_share(key, units, gpus[key[3]], there) for key, units in found.items() if key[3] in gpus)
 
 
-def _add(found: dict[Place, _Units], holding: Holding, claimed: ClaimedShare) -> None:
-    """Take in a device of a claim."""
-    pair, key = claimed.mode.row.pair, (holding.namespace, holding.pod, holding.container, claimed.gpu)
-    units = found.setdefault(key, _Units(claimed.mode, whole=pair is None))
-    units.cores += claimed.cores
-    units.memory += claimed.memory * (pair.block_bytes if pair else 0)
+def _claimed(pods: Record) -> dict[Place, _Units]:
+    """Those by claims."""
+    found: dict[Place, _Units] = {}
+    for holding in pods.holdings:
+        if share := holding.share:
+            pair, place = share.mode.row.pair, (holding.namespace, holding.pod, holding.container)
+            units = found.setdefault((*place, share.gpu), _Units(share.mode, whole=pair is None))
+            units.cores += share.cores
+            units.memory += share.memory * (pair.block_bytes if pair else 0)
+    return found
 
 
 def _share(key: Place, units: _Units, gpu: Gpu, slices: Mapping[str, int]) -> ContainerShare:
