@@ -115,6 +115,8 @@ class Sampling(Section, frozen=True):
     # Means and maxima are over so much time: at least the time between two scrapes.
     window_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     pcie_throughput: bool = False  # reading it blocks for 40 ms per GPU
+    # Of SMs, tensor cores and memory, by GPM: Hopper and newer.
+    activity: bool = False
 
 
 class MetricsSettings(Section, frozen=True):
@@ -262,7 +264,7 @@ class Settings(Section, frozen=True):
     """The whole configuration of the node agent."""
 
     version: Literal[1] = 1
-    # Without a label: none, pgpu, vgpu, mps, or the name of a layout.
+    # Without a label: none, pgpu, vgpu, mps, dra, or the name of a layout.
     default_mode: str = "none"
     mode_file: AbsolutePath | None = None  # a file with one word, in place of the node label
     when_busy: Literal["drain", "refuse"] = "drain"
