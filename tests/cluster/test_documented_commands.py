@@ -104,7 +104,7 @@ def test_documented_commands_work(installation: Installation, tmp_path: Path) ->
 
 
 HOUR = ROOT / "docs" / "first-hour.md"
-STEP = re.compile(r"^((?: {4}\S.*\n)+)\n```text\n(.*?)```", re.MULTILINE | re.DOTALL)
+STEP = re.compile(r"^((?: {4}\S[^\n]*\n)+)\n```text\n(.*?)```", re.MULTILINE | re.DOTALL)
 
 
 def test_first_hour_is_true(installation: Installation, tmp_path: Path) -> None:  # noqa: F811
