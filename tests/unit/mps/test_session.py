@@ -18,9 +18,9 @@ def script(folder: Path, text: str) -> Path:
 
 
 def open_now() -> set[str]:
-    """What a session opens, of this process: pipes by name, descriptors of processes; and its children.
+    """Pipes by name, processes that descriptors stand for, and children of this process.
 
-    Other threads and the garbage of earlier tests open and close something else all the time.
+    A session opens nothing else; other threads and the garbage of earlier tests do, all the time.
     """
     found: set[str] = set()
     for number in Path("/proc/self/fd").iterdir():
