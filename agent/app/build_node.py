@@ -11,15 +11,13 @@ from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
 from agent.cluster.reach import ClusterAccess
 from agent.holdings.holdings import HoldingsWatch
-from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.growth import Growth
 from agent.model.modes import Assignment
 from agent.modes.resources import ResourceSet
-from agent.modes.switch_state import SwitchState
-from agent.node import holders_annotation, inventory_annotation
+from agent.node import holders_annotation, inventory_annotation, scale_down
 from agent.node.capacity import Capacity, KubeletMute, Offer
 from agent.node.conditions import NodeStateWriter
 from agent.node.inherited import Inherited
@@ -27,7 +25,6 @@ from agent.node.labels import SIMULATED_LABEL, labels_of
 from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals
 from agent.node.writers import Writers
-from agent.settings import Settings
 
 if TYPE_CHECKING:
     from agent.cluster.pods import PodCache
@@ -68,25 +65,31 @@ def build_node(
         capacity,
         Withdrawals(node, offer, capacity, taint, unserved),
         Inherited(node, offer, capacity, taint, resources.names),
-        _report(core.settings, node, core.readiness.switch, core.inventory.snapshot, annotations),
+        _report(core, node, annotations),
         annotations,
         cluster.pods,
     )
 
 
-def _report(
-    settings: Settings,
-    node: OwnNode,
-    switch: Cell[SwitchState],
-    inventory: Cell[Snapshot],
-    annotations: Cell[Mapping[str, str]],
-) -> NodeStateWriter:
+def _report(core: Core, node: OwnNode, annotations: Cell[Mapping[str, str]]) -> NodeStateWriter:
+    settings, inventory, record = core.settings, core.inventory.snapshot, core.holdings.cell
     fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
 
     def labels(present: Mapping[str, str]) -> Mapping[str, str]:
         return {**(labels_of(inventory.value, present) if settings.node_labels else {}), **fixed}
 
-    return NodeStateWriter(node, switch, labels=labels, annotations=annotations, wake_on=(inventory,))
+    def changes(present: Mapping[str, str]) -> Mapping[str, str | None]:
+        guarded = settings.cluster.scale_down_guard
+        return scale_down.wanted(present, scale_down.holds_unseen(record.value) if guarded else False)
+
+    return NodeStateWriter(
+        node,
+        core.readiness.switch,
+        labels=labels,
+        annotations=annotations,
+        changes=changes,
+        wake_on=(inventory, record),
+    )
 
 
 def start_node(

@@ -128,6 +128,8 @@ class Verbs:
             wanted = serving.binder.request(asked.pod)
         except Impossible:
             return scheduler_protocol.prioritized(asked.names, [0] * len(asked.names)), "impossible"
+        if wanted.owner:
+            await serving.binder.siblings_known(wanted.owner, asked.pod.metadata.uid)
         scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names, wanted.owner)
         return scheduler_protocol.prioritized(asked.names, scores), "ok"
 

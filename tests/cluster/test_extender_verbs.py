@@ -157,9 +157,9 @@ def test_gang_survives_a_takeover(directed: Cluster, replica: Replica, kept: int
     for number in range(count):
         made_up.pod(directed, f"other-{number}", size)
     replica.start()
-    found = {pod["metadata"]["name"] for pod in made_up.settled(directed)}
-    assert len(found) == count, "each GPU has room for one"
-    assert len(found & set(names)) == count if kept == count else found & set(names) in (set(), set(names))
+    found = {pod["metadata"]["name"] for pod in made_up.settled(directed)} & set(names)
+    # Where it was not complete, others may have taken the rest: then none of it is bound.
+    assert len(found) == count or (kept < count and not found)
 
 
 def test_one_step_of_the_extender_outweighs_the_default_scores(directed: Cluster) -> None:
