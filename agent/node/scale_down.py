@@ -6,12 +6,11 @@ It knows `nvidia.com/gpu` alone: a node of a GPU group that lists none is unread
 from collections.abc import Mapping
 
 from agent.model.holding import Record
-from agent.model.modes import Mode
 
 ANNOTATION = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
 # Beside it where the agent has set it. One that a person set is left alone.
 MARK = "gpu-node-agent.io/scale-down-disabled"
-SEEN = Mode.PGPU.resources[0]
+SEEN = "nvidia.com/gpu"
 
 
 def holds_unseen(record: Record | None) -> bool | None:

@@ -39,7 +39,7 @@ def test_replicas_spread_over_gpus(directed: Cluster, port: int, tmp_path: Path)
         # All at once, on GPUs that have room for four each.
         found = deployed(directed, 2 * NODES * GPUS)
         assert max(Counter(found).values()) < CORES // SIZE
-        directed.delete("Deployment", "web", grace_seconds=0)
+        directed.delete("Deployment", "web", grace_seconds=0, api_version="apps/v1")
         bound(directed, 0)
         for number in range(2):
             made_up.pod(directed, f"alone-{number}", SIZE)
