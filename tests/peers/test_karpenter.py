@@ -82,6 +82,7 @@ def applied(cluster: Cluster, pool: str) -> None:
     wanted = yaml.safe_load(pool)
     # An agent publishes the GPUs of its node; here the node brings that along.
     wanted["spec"]["template"]["metadata"]["annotations"] = {INVENTORY: encode(arrivals.inventory(GPUS))}
+    wanted["spec"]["disruption"]["budgets"] = [{"nodes": "100%"}]  # not a tenth of the nodes at a time
     node_class = {"apiVersion": "karpenter.kwok.sh/v1alpha1", "kind": "KWOKNodeClass"}
     try:
         cluster.apply({**node_class, "metadata": {"name": "default"}})
