@@ -14,7 +14,7 @@ from agent.holdings.holdings import HoldingsWatch
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.podresources import PodResourcesUnavailable
-from agent.model.growth import Growth
+from agent.model.growth import Growth, Place
 from agent.model.modes import Assignment
 from agent.modes.resources import ResourceSet
 from agent.node import holders_annotation, inventory_annotation, scale_down
@@ -65,18 +65,21 @@ def build_node(
         capacity,
         Withdrawals(node, offer, capacity, taint, unserved),
         Inherited(node, offer, capacity, taint, resources.names),
-        _report(core, node, annotations),
+        _report(core, node, assignment, annotations),
         annotations,
         cluster.pods,
     )
 
 
-def _report(core: Core, node: OwnNode, annotations: Cell[Mapping[str, str]]) -> NodeStateWriter:
+def _report(
+    core: Core, node: OwnNode, assignment: Cell[Assignment], annotations: Cell[Mapping[str, str]]
+) -> NodeStateWriter:
     settings, inventory, record = core.settings, core.inventory.snapshot, core.holdings.cell
     fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
 
     def labels(present: Mapping[str, str]) -> Mapping[str, str]:
-        return {**(labels_of(inventory.value, present) if settings.node_labels else {}), **fixed}
+        found = labels_of(inventory.value, assignment.value, present) if settings.node_labels else {}
+        return {**found, **fixed}
 
     def changes(present: Mapping[str, str]) -> Mapping[str, str | None]:
         guarded = settings.cluster.scale_down_guard
@@ -88,7 +91,7 @@ def _report(core: Core, node: OwnNode, annotations: Cell[Mapping[str, str]]) -> 
         labels=labels,
         annotations=annotations,
         changes=changes,
-        wake_on=(inventory, record),
+        wake_on=(inventory, assignment, record),
     )
 
 
@@ -98,7 +101,7 @@ def start_node(
     tasks: Tasks,
     resources: ResourceSet,
     assignment: Cell[Assignment],
-    grown: Cell[Mapping[str, Growth]],
+    grown: Cell[Mapping[Place, Growth]],
 ) -> None:
     """Keep the Node object true, for ever."""
     tasks.start("node capacity", _keep_amounts, parts, resources)

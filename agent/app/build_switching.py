@@ -16,8 +16,9 @@ from agent.inventory.gpu_monitor import GpuMonitor
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.plugin_types import ResourcePlugin
-from agent.model.growth import Growth
+from agent.model.growth import Growth, Place
 from agent.model.modes import Assignment, Mode
+from agent.modes.claims import ClaimRequests
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Desired, catalog_of
 from agent.modes.last_request import LastRequest
@@ -70,8 +71,9 @@ async def build_switching(
     request: ModeRequest,
     wings: Mapping[Mode, Wing],
     assignment: Cell[Assignment],
-    grown: Cell[Mapping[str, Growth]],
+    grown: Cell[Mapping[Place, Growth]],
     sampler: Sampler,
+    claims: ClaimRequests | None = None,
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
@@ -117,6 +119,7 @@ async def build_switching(
         cordons=in_force,
         lingering=lingering,
         unexplained=unexplained,
+        claims=claims,
     )
     upgrade = None
     if own and follows_upgrades:
@@ -125,7 +128,7 @@ async def build_switching(
 
 
 async def start_switching(
-    parts: Switching, core: Core, tasks: Tasks, request: ModeRequest, grown: Cell[Mapping[str, Growth]]
+    parts: Switching, core: Core, tasks: Tasks, request: ModeRequest, grown: Cell[Mapping[Place, Growth]]
 ) -> None:
     """Follow the request, and switch once it is known, or has not come for a while."""
     settings, source = core.settings, request.source

@@ -66,7 +66,7 @@ def _gated_targets(snapshot: Snapshot, targets: Mapping[str, Target], wings: Win
 def _gated(state: GpuState, target: Target, wings: Wings) -> GpuMode:
     if target.mode is Mode.OFF:
         return GpuMode(reason="no mode is set for this GPU")
-    wing = wings.get(target.mode)
+    wing, dra = wings.get(target.mode), target.mode.row.by_claims
     if reason := MIG_REASON if state.gpu.mig_enabled else wing.obstacle(state) if wing else "":
         return GpuMode(reason=reason, refused=True)
-    return GpuMode(target.mode, replicas=target.replicas)
+    return GpuMode(target.mode, replicas=target.replicas, dra=dra)

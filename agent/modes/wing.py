@@ -17,9 +17,10 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 from agent.kubelet.plugin_types import ResourcePlugin
+from agent.model.claim_device import ClaimedShare
 from agent.model.gpu import Driver, Gpu
-from agent.model.growth import Growth
-from agent.model.holding import Holding
+from agent.model.growth import Growth, Place
+from agent.model.holding import Holder, Holding
 from agent.model.look import Look
 from agent.model.modes import Assignment, Mode
 from agent.modes.sources import DesiredSource
@@ -31,11 +32,19 @@ from agent.telemetry.container_use import Uses
 from agent.telemetry.reading import Series
 
 Document = dict[str, Any]
-Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
 
 
 class SetUpFailed(Exception):
     """A mode could not be set up on a GPU; the text names cause and remedy."""
+
+
+def claimed_gpu(injector: Injector, uuid: str) -> str:
+    """The CDI device of a GPU for a claim's containers. Raises SetUpFailed."""
+    if name := injector.claim_device(uuid):
+        return name
+    raise SetUpFailed(
+        f"GPU {uuid} has no CDI device, by which alone claims bring GPUs: {injector.choice.reason}"
+    )
 
 
 class NotLeft(Exception):
@@ -60,7 +69,7 @@ class Node:
     nvml: NvmlPort
     calls: WorkerThread  # makes all calls to `nvml`
     supervisor: Supervisor  # for tasks that a task of the wing starts in a group of its own
-    grown: Cell[Mapping[str, Growth]]  # by GPU; the mode that is resizable publishes it
+    grown: Cell[Mapping[Place, Growth]]  # the mode that is resizable publishes it
 
     def allows(self, mode: Mode) -> bool:
         """Whether a mode may be requested under the configuration of now."""
@@ -144,6 +153,13 @@ class Wing(ABC):
 
     async def give_back(self, gpu: Gpu) -> None:  # noqa: B027
         """Leave a GPU as `prepare` found it; never fails, never hangs."""
+
+    def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:  # noqa: ARG002
+        """Qualified names of the CDI devices by which containers get a claim's device. Raises SetUpFailed.
+
+        `holders`: the containers, as far as they are known.
+        """
+        raise SetUpFailed(f"mode {self.mode.value} has no devices for claims")
 
     def depends_on(self) -> object:
         """The inputs of `prepare`, by value: once they differ, one that failed is tried again."""

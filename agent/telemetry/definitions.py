@@ -104,6 +104,19 @@ GPU_PCIE = _gauge(
     (*_GPU, "direction"),
     "PCIe throughput, sent and received; only with sampling.pcieThroughput.",
 )
+_ACTIVITY = "only with sampling.activity, of GPUs and drivers that have it."
+GPU_ENGINE_ACTIVE = _gauge(
+    "gpu_engine_active_ratio",
+    _GPU,
+    f"Share of the time since the last sample in which work ran; {_ACTIVITY}",
+)
+GPU_SM_ACTIVE = _gauge("gpu_sm_active_ratio", _GPU, f"Mean share of multiprocessors at work; {_ACTIVITY}")
+GPU_TENSOR_ACTIVE = _gauge(
+    "gpu_tensor_active_ratio", _GPU, f"Share of the time in which tensor cores worked; {_ACTIVITY}"
+)
+GPU_MEMORY_BANDWIDTH = _gauge(
+    "gpu_memory_bandwidth_ratio", _GPU, f"Used part of the memory's bandwidth; {_ACTIVITY}"
+)
 GPU_PROCESSES = _gauge("gpu_processes", _GPU, "Processes that use the GPU for computing.")
 GPU_UNEXPLAINED = _gauge(
     "gpu_unexplained_processes",
@@ -184,6 +197,12 @@ CONTAINER_CORE_LIMIT = _gauge(
     _SHARE,
     "Share of the GPU's computing power that the container was given; missing where only memory was.",
 )
+CONTAINER_HELD = _gauge(
+    "container_held_ratio",
+    _SHARE,
+    "Part of the GPU that the container holds, as bills count it: the larger of its parts of compute and "
+    "memory, growth included, or its part of the GPU's time slices.",
+)
 CONTAINER_PROCESSES = _gauge(
     "container_processes", _SHARE, "Processes of the container on the GPU, as far as they can be attributed."
 )
@@ -209,6 +228,18 @@ GPU_MODE = _info(
 )
 GPU_SELLING = _gauge(
     "gpu_selling", _GPU, "1 while units of the GPU are offered, 0 while it drains or is off."
+)
+# What the node could still give, by mode, of healthy GPUs. Missing until it is known who holds what.
+FREE_GPUS = _gauge("free_gpus", ("mode",), "GPUs that are offered and of which nobody holds anything.")
+FREE_COMPUTE = _gauge("free_compute_gpus", ("mode",), "Compute that is free on offered GPUs, in GPUs.")
+LARGEST_FREE = _gauge(
+    "largest_free_ratio", ("mode",), "The largest part of one GPU that is free, with memory in proportion."
+)
+UNUSABLE_COMPUTE = _gauge(
+    "unusable_compute_gpus",
+    ("mode",),
+    "The part of the free compute, in GPUs, that the next pod of the usual mix of sizes is expected not to "
+    "be able to use: too little is left on each GPU, of compute or of memory.",
 )
 MODE_STATE = _gauge("mode_state", ("state",), "1 for the state that the node's mode is in, 0 for the others.")
 MODE_SWITCHES = _counter("gpu_mode_switches", (), "How often a GPU came into another mode.")
@@ -357,6 +388,22 @@ MPS_RESTARTS = _counter("mps_daemon_restarts", ("gpu",), "How often the daemon w
 MPS_FAULTS = _counter("mps_faults", ("gpu",), "Fatal errors of a client, which end the work of all clients.")
 MPS_CUT = _counter(
     "mps_connections_cut", ("gpu",), "Connections to the control daemon that said nothing and were cut off."
+)
+DRA_OPEN = _gauge(
+    "dra_open",
+    (),
+    "1 if the kubelet has the DRA driver and its ResourceSlices are as wanted, else 0.",
+)
+DRA_CLAIMS = _gauge("dra_claims", (), "ResourceClaims that have devices of this node ready.")
+DRA_PREPARES = _counter(
+    "dra_prepares", ("outcome",), "Claims that the kubelet asked for; prepared or refused."
+)
+DRA_PREPARE_SECONDS = _counter(
+    "dra_prepare_seconds", (), "Time that calls took in which claims were prepared, waiting included."
+)
+DRA_SLICE_WRITES = _counter("dra_slice_writes", ("result",), "Writes of ResourceSlices; ok or failed.")
+DRA_NUDGES = _counter(
+    "dra_nudges", (), "Pods that were annotated so that the kubelet tries again to prepare their claims."
 )
 MPS_CLIENTS = _gauge("mps_clients", ("gpu",), "Processes that are clients of the GPU's MPS server.")
 MPS_CLIENT_CEILING = _gauge(

@@ -18,6 +18,9 @@ DROPPED = {"drop": ["ALL"]}
 OF_OTHERS = r"-cleanup$|-gpu-(viewer|operator)$"  # roles: of the hook, and of people
 
 
+SLICES = 'config.layouts={"cut": [{"gpus": ["all"], "mode": "pgpu", "replicas": 4}]}'
+
+
 def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> list[dict[str, Any]]:
     kinds = ("DaemonSet", "Deployment", "Job")
     return [each["spec"]["template"]["spec"] for each in objects if each["kind"] in kinds]
@@ -44,7 +47,6 @@ def test_every_container_is_tied_down(objects: tuple[Manifest, ...]) -> None:
 
 def test_by_default_nothing_is_privileged() -> None:
     for pod in pods(helm.template()):
-        assert "hostPID" not in pod
         assert "hostNetwork" not in pod
         assert "hostIPC" not in pod
         every = [*pod["containers"], *pod.get("initContainers", [])]
@@ -54,12 +56,17 @@ def test_by_default_nothing_is_privileged() -> None:
 @pytest.mark.parametrize(
     ("settings", "privileged", "host_pid"),
     [
-        ((), False, False),
-        (("attribution.enabled=true",), False, True),
-        (('driver.source="host"',), True, False),
-        (("mps.enabled=true",), True, True),
+        ((), False, True),
+        (("attribution.enabled=false",), False, False),
+        # Nobody shares a GPU, or there is none to measure.
+        (("vgpu.enabled=false",), False, False),
+        (("simulator.enabled=true",), False, False),
+        (("vgpu.enabled=false", "attribution.enabled=true"), False, True),
+        (("vgpu.enabled=false", SLICES), False, True),
+        (('driver.source="host"',), True, True),
+        (("mps.enabled=true", "attribution.enabled=false"), True, True),
     ],
-    ids=["default", "attribution", "driver on the host", "mps"],
+    ids=["default", "off", "whole", "simulated", "on", "slices", "driver on the host", "mps"],
 )
 def test_privilege_comes_with_what_needs_it(
     settings: tuple[str, ...], privileged: bool, host_pid: bool
@@ -68,6 +75,26 @@ def test_privilege_comes_with_what_needs_it(
     (container,) = pod["containers"]
     assert container["securityContext"]["privileged"] is privileged
     assert pod.get("hostPID", False) is host_pid
+
+
+PRESETS = ("toolkit", "runtimeclass", "k3s", "operator", "aks", "gke", "openshift", "bottlerocket", "host")
+
+
+def test_what_each_preset_gives_for_measured_figures_is_written_down() -> None:
+    """Whether the agent is privileged, and whether it sees the host's process IDs, by default."""
+    told = {
+        name: (privileged.startswith("yes"), pids.startswith("yes"))
+        for names, privileged, pids, _ in rows("### By preset")
+        for name in names.replace("`", "").split(", ")
+    }
+    found = {}
+    for preset in PRESETS:
+        pod = agent(f'preset="{preset}"')
+        found[preset] = (
+            pod["containers"][0]["securityContext"]["privileged"],
+            pod.get("hostPID", False),
+        )
+    assert told == found
 
 
 @pytest.mark.parametrize(
@@ -100,7 +127,7 @@ def test_host_folders_are_read_only_where_nothing_is_written() -> None:
 
 
 def test_every_host_folder_has_its_reason_written_down() -> None:
-    """Path by path, and whether it can be written: by default, and with MPS."""
+    """Path by path, and whether it can be written: by default, and with MPS and claims."""
     told = {row[0].split("`")[1]: row[1] for row in rows("## Host folders") if row[2]}
 
     def mounted(*settings: str) -> dict[str, bool]:
@@ -109,7 +136,7 @@ def test_every_host_folder_has_its_reason_written_down() -> None:
         mounts = pod["containers"][0]["volumeMounts"]
         return {paths[m["name"]]: not m.get("readOnly", False) for m in mounts if m["name"] in paths}
 
-    plain, shares = mounted(), mounted("mps.enabled=true")
+    plain, shares = mounted(), mounted("mps.enabled=true", "dra.enabled=true")
     assert set(told) == set(plain) | set(shares)
     for path, writable in (plain | shares).items():
         assert ("only with" in told[path]) == (path not in plain), path
@@ -169,10 +196,50 @@ def test_pods_are_written_only_where_choices_are() -> None:
     assert verbs(role)["pods"] == {"get", "list", "watch"}
 
 
+CLAIM_VERBS = {
+    "resourceslices": {"get", "list", "watch", "create", "update", "delete"},
+    "resourceclaims": {"get", "list", "watch"},
+    "resourceclaims/status": {"update"},
+    "resourceclaims/driver": {"associated-node:update"},
+}
+
+
+def test_rights_on_claims_come_with_the_door() -> None:
+    """Classes for users, and rights on slices with the policy that bounds them; no more of the host."""
+    made = helm.template(settings=["dra.enabled=true", "config.vgpu.writeChoice=false"])
+    role = helm.one(made, "ClusterRole", "-dra")
+    assert verbs(role) == CLAIM_VERBS
+    (driver,) = [each for each in role["rules"] if each["resources"] == ["resourceclaims/driver"]]
+    assert driver["resourceNames"] == ["gpu-node-agent.io"]
+    classes = [each["metadata"]["name"] for each in made if each["kind"] == "DeviceClass"]
+    assert classes == ["gpu-whole"]  # without MPS there are no shares
+    assert "patch" in verbs(_agent_role([each for each in made if each is not role]))["pods"]
+    policy = helm.one(made, "ValidatingAdmissionPolicy", "-own-slices")
+    assert policy["spec"]["failurePolicy"] == "Fail"
+    assert helm.one(made, "ValidatingAdmissionPolicyBinding", "-own-slices")["spec"]["validationActions"] == [
+        "Deny"
+    ]
+    pod = helm.one(made, "DaemonSet")["spec"]["template"]["spec"]
+    # With the kubelet's keys in it: not for a container without privilege.
+    assert "kubelet" not in {each["name"] for each in pod["volumes"]}
+    plain = helm.template()
+    assert not [each for each in plain if "dra" in each["metadata"]["name"] or each["kind"] == "DeviceClass"]
+
+
+def test_classes_of_claims() -> None:
+    made = helm.template(settings=["dra.enabled=true", "mps.enabled=true", "dra.extendedResource=true"])
+    classes = {each["metadata"]["name"]: each["spec"] for each in made if each["kind"] == "DeviceClass"}
+    assert classes.keys() == {"gpu-whole", "gpu-mps"}
+    assert classes["gpu-whole"]["extendedResourceName"] == "nvidia.com/gpu"
+    assert "extendedResourceName" not in classes["gpu-mps"]
+    none = helm.template(settings=["dra.enabled=true", "dra.classes=false"])
+    assert not [each for each in none if each["kind"] == "DeviceClass"]
+
+
 def test_the_right_to_signal_others_comes_with_the_option_that_ends_containers() -> None:
-    ends = ('config.vgpu.enforcement="library"', "attribution.enabled=true", 'config.vgpu.aboveCap="end"')
+    ends = ('config.vgpu.enforcement="library"', 'config.vgpu.aboveCap="end"')
     off = ('config.vgpu.enforcement="off"', *ends[1:])
-    for settings, added in ((ends, ["KILL"]), (ends[1:], ["KILL"]), (ends[:2], None), (off, None)):
+    for settings, added in ((ends, ["KILL"]), (ends[1:], ["KILL"]), (ends[:1], None), (off, None)):
         (container,) = agent(*settings)["containers"]
         assert container["securityContext"]["capabilities"].get("add") == added
         made = helm.template(settings=(*settings, "openshift.enabled=true"))
@@ -305,9 +372,10 @@ def test_rights_are_written_down() -> None:
             "extender.config.http.verbs=true",
             'config.vgpu.enforcement="library"',
             'metrics.access.secret="pki"',
+            "dra.enabled=true",
         ]
     )
-    accounts = {"": "agent", "-extender": "extender", "-cleanup": "hook"}
+    accounts = {"": "agent", "-dra": "agent", "-extender": "extender", "-cleanup": "hook"}
     accounts |= {f"-gpu-{name}": f"gpu-{name}" for name in ("viewer", "operator")}
     granted: dict[tuple[str, str], set[str]] = {}
     for role in (each for each in made if each["kind"] in ("Role", "ClusterRole")):
