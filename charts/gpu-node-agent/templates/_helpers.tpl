@@ -111,6 +111,11 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- if and (include "gna.enforces" .) (eq (dig "vgpu" "aboveCap" "report" .Values.config) "end") }}true{{ end -}}
 {{- end -}}
 
+{{- /* Whether the agent's container has a capability for that: a privileged one has all. */ -}}
+{{- define "gna.kills" -}}
+{{- if and (include "gna.ends" .) (not (include "gna.hostDriver" .)) }}true{{ end -}}
+{{- end -}}
+
 {{- /* Resizing takes a policy that says who may ask for it. */ -}}
 {{- define "gna.resizes" -}}
 {{- if and .Values.vgpu.resizers (include "gna.enforces" .) (include "gna.policies" .) }}true{{ end -}}

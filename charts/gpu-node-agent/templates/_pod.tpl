@@ -5,10 +5,9 @@
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if and .Values.affinity (not .Values.simulator.enabled) }}
-# Not with simulated GPUs: no node has a label that names GPUs then.
+{{- with include "gna.affinity" . }}
 affinity:
-  {{- toYaml .Values.affinity | nindent 2 }}
+  {{- . | nindent 2 }}
 {{- end }}
 tolerations:
   # The agent's own: an agent that was killed during a switch has left it, and the next one removes it.
@@ -42,7 +41,7 @@ privileged: false
 allowPrivilegeEscalation: false
 capabilities:
   drop: [ALL]
-  {{- if include "gna.ends" . }}
+  {{- if include "gna.kills" . }}
   # To end containers above their cap, also with processes of other users.
   add: [KILL]
   {{- end }}
@@ -137,7 +136,7 @@ seccompProfile:
 {{- define "gna.volumes" -}}
 - name: config
   configMap:
-    name: {{ include "gna.fullname" . }}
+    name: {{ include "gna.fullname" . }}{{ include "gna.poolSuffix" . }}
 - name: tmp
   emptyDir: {medium: Memory, sizeLimit: 16Mi}
 - name: device-plugins
