@@ -72,6 +72,7 @@ async def build_switching(
     assignment: Cell[Assignment],
     grown: Cell[Mapping[str, Growth]],
     sampler: Sampler,
+    lacks: Cell[str],
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
@@ -117,6 +118,7 @@ async def build_switching(
         cordons=in_force,
         lingering=lingering,
         unexplained=unexplained,
+        lacks=lacks,
     )
     upgrade = None
     if own and follows_upgrades:

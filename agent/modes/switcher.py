@@ -82,8 +82,12 @@ class ModeSwitcher:
         cordons: Cell[Cordons] | None = None,
         lingering: Lingering | None = None,
         unexplained: Unexplained | None = None,
+        lacks: Cell[str] | None = None,
     ) -> None:
-        """`standing`: what was in force before this process, for a request that cannot be obeyed."""
+        """`standing`: what was in force before this process, for a request that cannot be obeyed.
+
+        `lacks`: why containers would miss what is to come with a GPU; nothing is offered then.
+        """
         self._inventory = inventory
         self._desired = desired
         self._holdings = holdings
@@ -96,6 +100,7 @@ class ModeSwitcher:
         self._gpus: dict[str, Gpu] = {}
         self._lingering = lingering
         self._unexplained = unexplained
+        self._lacks = lacks or Cell("")
         self._others: withheld.Withheld = {}  # who is on GPUs beside those that hold them
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
         self._group: TaskGroup | None = None
@@ -114,7 +119,7 @@ class ModeSwitcher:
         self._tasks.forget()
         async with anyio.create_task_group() as group:
             self._group = group
-            news = (self._inventory, self._desired, self._holdings.cell, self._cordons)
+            news = (self._inventory, self._desired, self._holdings.cell, self._cordons, self._lacks)
             looks: list[Cell[Any]] = [self._lingering.looks] if self._lingering else []
             looks += [self._unexplained.withheld] if self._unexplained else []
             group.start_soon(follow, self._wake_up, *news, *looks)
@@ -145,7 +150,7 @@ class ModeSwitcher:
         if snapshot.problem and not snapshot.gpus:
             self._without_gpus(desired, snapshot.problem)
             return IDLE_SECONDS
-        plan = decide(snapshot, desired, self.accepted.value, self._wings)
+        plan = decide(snapshot, desired, self.accepted.value, self._wings, self._lacks.value)
         self._gpus |= {state.uuid: state.gpu for state in snapshot.gpus}
         new = [state.uuid for state in snapshot.gpus if state.uuid not in self._states]
         refusing = plan.obeys and self.when_busy == "refuse" and desired != self.accepted.value
@@ -215,7 +220,8 @@ class ModeSwitcher:
             return plan, NOBODY
         text = f"whenBusy is refuse and GPUs are in use by {named(busy)[1]}; "
         refused = Desired(self._desired.value.name, problem=text + "end these pods or set whenBusy: drain")
-        return decide(self._inventory.value, refused, self.accepted.value, self._wings), busy
+        standing = self.accepted.value
+        return decide(self._inventory.value, refused, standing, self._wings, self._lacks.value), busy
 
     def _take_over(self, new: list[str], holders: Holders, targets: Mapping[str, GpuMode]) -> None:
         """GPUs seen for the first time: units of one that pods hold show the mode that it is in."""

@@ -91,6 +91,12 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- end -}}
 {{- end -}}
 
+{{- /* Whether an agent without the host's root looks for further device nodes: of GDS, GDRCopy, RDMA, IMEX. */ -}}
+{{- define "gna.companions" -}}
+{{- $injection := .Values.config.injection | default dict -}}
+{{- if and (or $injection.gds $injection.gdrcopy $injection.mofed $injection.imexChannels) (not .Values.simulator.enabled) (not (include "gna.hostDriver" .)) (eq (include "gna.hostRoot" .) "/") }}true{{ end -}}
+{{- end -}}
+
 {{- define "gna.writesChoice" -}}
 {{- $vgpu := dig "vgpu" "writeChoice" true .Values.config -}}
 {{- if or (and .Values.vgpu.enabled $vgpu) .Values.mps.enabled }}true{{ end -}}

@@ -120,6 +120,16 @@ seccompProfile:
   {{- end }}
   readOnly: true
 {{- end }}
+{{- if include "gna.companions" . }}
+# To be seen: without privilege none of them can be opened.
+- name: devices
+  mountPath: /driver-root/dev
+  mountPropagation: HostToContainer
+  readOnly: true
+- name: udev
+  mountPath: /driver-root/run/udev
+  readOnly: true
+{{- end }}
 {{- if include "gna.cgroups" . }}
 - name: cgroups
   mountPath: /host-cgroups
@@ -163,6 +173,12 @@ seccompProfile:
 {{- else if not .Values.simulator.enabled }}
 - name: driver-files
   hostPath: {path: {{ eq (include "gna.hostRoot" .) "/" | ternary "/usr" (include "gna.hostRoot" .) | quote }}}
+{{- end }}
+{{- if include "gna.companions" . }}
+- name: devices
+  hostPath: {path: /dev, type: Directory}
+- name: udev
+  hostPath: {path: /run/udev, type: DirectoryOrCreate}
 {{- end }}
 {{- if include "gna.cgroups" . }}
 - name: cgroups
