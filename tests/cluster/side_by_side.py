@@ -20,6 +20,7 @@ TOGETHER: Final[Mapping[str, Sequence[str]]] = {
         "test_policies",
         "test_install_extender",
         "test_documented_commands",
+        "test_pools",
     ),
 }
 LONGEST_FIRST: Final = (
