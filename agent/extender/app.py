@@ -17,6 +17,7 @@ from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
 from agent.extender.fleet import Fleet
+from agent.extender.gang_record import GangRecord
 from agent.extender.handlers import AllowedNames, ServingState, Verbs
 from agent.extender.lease import NAMESPACE_FILE, Election, ServingLabel
 from agent.extender.ledger_sync import LedgerSync
@@ -51,6 +52,7 @@ class Extender:
     def __init__(self, settings: ExtenderSettings, api: KubeApi, namespace: str) -> None:
         self._settings = settings
         self._api = api
+        self._namespace = namespace
         self.supervisor = Supervisor()
         self.metrics = ExtenderMetrics()
         self.http = HttpServer(settings.http.address, settings.http.port, limits=PLAIN_LIMITS)
@@ -107,30 +109,39 @@ class Extender:
         settings = self._settings
         fleet = Fleet(Mix({int(size): weight for size, weight in settings.mix.items()}))
         policy = PlacementPolicy(settings.placement)
+        gangs = f"{settings.lease.name}-gangs"
         try:
-            # In the lists from here on stands all that a former leader bound: its last write is over.
-            self.sync = LedgerSync(self._api, fleet, self.supervisor, self.metrics.expired.inc)
+            # In lists and record from here on stands all that a former leader wrote: its last write is over.
+            record = GangRecord(self._api, self._namespace, gangs, lambda: self.election.holds)
             binder = Binder(
                 self._api,
                 fleet,
                 policy,
                 settings.assume_seconds,
                 lambda: self.election.holds,
-                gang_seconds=settings.gang_seconds,
+                settings.gang_seconds,
+                record,
+                spread_replicas=settings.spread_replicas,
+            )
+            self.sync = sync = LedgerSync(
+                self._api,
+                fleet,
+                self.supervisor,
+                self.metrics.expired.inc,
+                lambda: record.problem or binder.gangs.problem,
             )
             verdicts = Verdicts(fleet)
             events = EventRecorder(self._api, self.election.identity, REPORTER)
-            complete = self.sync.complete
             pending = PendingPods(
-                self._api, fleet, verdicts, events, self.supervisor, lambda: complete.value, binder.gangs
+                self._api, fleet, verdicts, events, self.supervisor, lambda: sync.complete.value, binder.gangs
             )
             self._serving = ServingState(verdicts, binder, lambda: pending.problem)
             async with anyio.create_task_group() as group:
-                group.start_soon(_log_completeness, self.sync)
+                group.start_soon(_log_completeness, sync)
                 if self._label:
-                    group.start_soon(self._label.keep, self.sync.complete)
-                group.start_soon(pending.run)
-                await self.sync.run()
+                    group.start_soon(self._label.keep, sync.complete)
+                group.start_soon(_follow_pending, record, binder, pending)
+                await sync.run()
         finally:
             self.sync = self._serving = None
 
@@ -155,6 +166,14 @@ class Extender:
         self.metrics.ready.set(not self.blockers())
         figures = await _ledger_figures(self.sync) if self.sync and self.election.holds else None
         return await self.metrics.reply(figures)
+
+
+async def _follow_pending(record: GangRecord, binder: Binder, pending: PendingPods) -> None:
+    """Read the record of gangs, then follow unbound pods: the first list shows whose choices still count."""
+    binder.gangs.take_over(await record.read())
+    async with anyio.create_task_group() as group:
+        group.start_soon(record.tidy, binder.gangs.kept)
+        await pending.run()
 
 
 async def _log_completeness(sync: LedgerSync) -> None:

@@ -14,8 +14,9 @@ import structlog
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim
+from agent.extender.gang_record import GangRecord
 from agent.extender.gangs import Gangs
-from agent.extender.objects import WatchedPod, as_model, decode_pod
+from agent.extender.objects import WatchedPod, as_model, decode_pod, owner_of
 from agent.extender.pod_demand import PodDemand, annotations_of, pod_demand
 from agent.extender.scheduler_protocol import BindingArgs
 from agent.extender.times import BIND_SECONDS
@@ -31,6 +32,7 @@ CONFLICT = 409
 class PodRequest:
     demand: PodDemand
     policy: PlacementPolicy
+    owner: str = ""  # whose replicas spread
 
 
 class NotBound(Exception):
@@ -48,9 +50,17 @@ class Binder:
         assume_seconds: float,
         holds: Callable[[], bool],
         gang_seconds: float = 60.0,
+        record: GangRecord | None = None,
+        *,
+        spread_replicas: bool = True,
     ) -> None:
-        """`gang_seconds`: how long GPUs are kept for a member of a gang before it is bound."""
+        """`gang_seconds`: how long GPUs are kept for a member of a gang before it is bound.
+
+        `record`: where the next leader finds them; None: nowhere.
+        """
         self.gangs = Gangs(fleet, gang_seconds, anyio.current_time)
+        self._record = record
+        self._spread_replicas = spread_replicas
         self._api = api
         self._fleet = fleet
         self._policy = policy
@@ -61,7 +71,13 @@ class Binder:
     def request(self, pod: WatchedPod) -> PodRequest:
         """Raises Impossible."""
         model = as_model(pod)
-        return PodRequest(pod_demand(model), policy_of(model, self._policy))
+        owner = owner_of(pod) if self._spread_replicas else ""
+        return PodRequest(pod_demand(model), policy_of(model, self._policy), owner)
+
+    async def record(self) -> None:
+        """Write what is kept for gangs. Raises NotRecorded."""
+        if self._record:
+            await self._record.write(self.gangs.kept)
 
     async def bind(self, binding: BindingArgs) -> None:
         """Raises NotBound."""
@@ -114,11 +130,11 @@ class Binder:
 
     def choose(self, node: str, request: PodRequest, name: str) -> PodClaim | None:
         """GPUs of a node for a pod (`name`: for people), not assumed yet; None: it does not fit."""
-        found = self._fleet.pick(node, request.demand, request.policy)
+        found = self._fleet.pick(node, request.demand, request.policy, owner=request.owner)
         if found is None:
             return None
         chosen = found.chosen if self._fleet.inventory(node) else None
-        return PodClaim(request.demand, chosen=chosen, name=name)
+        return PodClaim(request.demand, chosen=chosen, name=name, owner=request.owner)
 
     async def _read(self, binding: BindingArgs) -> PodRequest:
         # The pod in filter's request is the caller's word; a pod is bound by the API server's copy.

@@ -1,6 +1,6 @@
 """Chooses GPUs of a node for the whole demand of a pod, with a score, or says why it does not fit: pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agent.extender.free_capacity import FreeCapacity, ModeCapacity, Summary
@@ -36,8 +36,12 @@ def pick(
     mix: Mix,
     topology: Topology,
     work: SearchWork,
+    siblings: Mapping[int, int] | None = None,
 ) -> Picked | None:
-    """A choice for all slots at once; None exactly where the demand does not fit."""
+    """A choice for all slots at once; None exactly where the demand does not fit.
+
+    `siblings`: replicas of the same owner by GPU; the fewer the better, before all that the policy weighs.
+    """
     if demand.gpus > free.units:
         return None
 
@@ -45,11 +49,25 @@ def pick(
         return order(policy, slot.demand, gpus, mix)
 
     ordering: Ordering = fullest_first if policy is PlacementPolicy.BINPACK else by_policy
+    if siblings:
+        ordering = _apart(siblings, ordering)
     found = pack(free, demand.slots, topology, ordering, work)
     if found is None:
         return None
     chosen, after = found
-    return Picked(chosen, _worth(free, after, policy, mix))
+    worth = _worth(free, after, policy, mix)
+    if siblings is None:
+        return Picked(chosen, worth)
+    beside = sum(siblings.get(index, 0) for indices in chosen for index in indices)
+    return Picked(chosen, (float(beside), *worth))
+
+
+def _apart(siblings: Mapping[int, int], ordering: Ordering) -> Ordering:
+    def keys(slot: Slot, gpus: Sequence[FreeGpu]) -> Key:
+        key = ordering(slot, gpus)
+        return lambda gpu: (siblings.get(gpu.index, 0), *key(gpu))
+
+    return keys
 
 
 def judge(

@@ -6,6 +6,7 @@ a newer list without the pod of one that was.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -65,6 +66,7 @@ class Fleet:
         self._assumed: dict[str, Assumed] = {}
         self._claims: dict[str, dict[str, PodClaim]] = {}  # by node, also of nodes that are not there
         self._free: dict[str, FreeCapacity] = {}
+        self._replicas: dict[str, dict[str, int]] = {}  # pods by node, for each owner whose replicas spread
 
     # News
 
@@ -241,15 +243,29 @@ class Fleet:
         return judge(self.free(name), demand, inventory, work or SearchWork(), {} if alike is None else alike)
 
     def pick(
-        self, name: str, demand: PodDemand, policy: PlacementPolicy, work: SearchWork | None = None
+        self,
+        name: str,
+        demand: PodDemand,
+        policy: PlacementPolicy,
+        work: SearchWork | None = None,
+        owner: str = "",
     ) -> Picked | None:
-        """GPUs of a node for a demand; an empty choice where the node has no inventory."""
+        """GPUs of a node for a demand; an empty choice where the node has no inventory.
+
+        `owner`: away from its replicas, as far as there is room.
+        """
         inventory = self.inventory(name)
         if inventory is None:
             return None if self.verdict_by_totals(name, demand) else Picked((), (math.inf,))
         if demand.gpus and self._other_name(name, demand):
             return None
-        return pick(self.free(name), demand, policy, self.mix, inventory.topology, work or SearchWork())
+        siblings = self._siblings(name, owner) if name in self.replicas(owner) else None
+        work = work or SearchWork()
+        return pick(self.free(name), demand, policy, self.mix, inventory.topology, work, siblings)
+
+    def replicas(self, owner: str) -> Mapping[str, int]:
+        """Pods of an owner by node."""
+        return self._replicas.get(owner, {})
 
     def allocated(self, names: Iterable[str] | None = None) -> tuple[int, int]:
         """Hundredths of GPUs that are held, and all there are, on nodes with an inventory.
@@ -284,13 +300,38 @@ class Fleet:
         else:
             self._set_claim(pod.node, uid, pod.claim)
 
+    def _siblings(self, name: str, owner: str) -> Mapping[int, int]:
+        """Replicas of an owner on each GPU of a node, as far as it is known."""
+        inventory = self.inventory(name) or NodeInventory()
+        index = {gpu.uuid: gpu.index for gpu in inventory.gpus}
+        found: Counter[int] = Counter()
+        for claim in self.claims(name).values():
+            if claim.owner == owner:
+                held = {index[each.uuid] for each in claim.held or () if each.uuid in index}
+                found.update(held or {at for indices in claim.chosen or () for at in indices})
+        return found
+
+    def _count(self, owner: str, name: str, change: int) -> None:
+        if owner:
+            nodes = self._replicas.setdefault(owner, {})
+            nodes[name] = nodes.get(name, 0) + change
+            if not nodes[name]:
+                del nodes[name]
+            if not nodes:
+                del self._replicas[owner]
+
     def _set_claim(self, name: str, uid: str, claim: PodClaim) -> None:
-        self._claims.setdefault(name, {})[uid] = claim
+        claims = self._claims.setdefault(name, {})
+        if former := claims.get(uid):
+            self._count(former.owner, name, -1)
+        claims[uid] = claim
+        self._count(claim.owner, name, 1)
         self._touch(name)
 
     def _unclaim(self, name: str, uid: str) -> None:
         claims = self._claims.get(name, {})
-        if claims.pop(uid, None) is not None:
+        if (claim := claims.pop(uid, None)) is not None:
+            self._count(claim.owner, name, -1)
             if not claims:
                 del self._claims[name]
             self._touch(name)

@@ -33,6 +33,7 @@ class PodClaim:
     held: tuple[HeldUnits, ...] | None = None
     chosen: Chosen | None = None
     name: str = ""  # namespace/name, for people
+    owner: str = ""  # whose replicas spread, as `objects.owner_of` says
 
 
 # Mode; cores, memory and clients that the widest GPU has left; untouched GPUs.

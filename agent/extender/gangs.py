@@ -5,9 +5,10 @@ in between: all could be sent to where one fits. So a member's GPUs are chosen i
 
 A call of filter is a caller's word. GPUs are kept only for a pod that the watch of unbound pods shows, with
 the UID and the demand of the call, and for the gang that the watch names; the pod's end lets go of them.
+A new leader keeps what the record says that its predecessor kept, once that watch has shown the pods.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import structlog
 
 from agent.extender.fleet import Assumed, Fleet
 from agent.extender.free_capacity import PodClaim
+from agent.extender.gang_record import KeptChoice
 from agent.extender.pod_demand import PodDemand
 from agent.kit.cell import Cell
 
@@ -49,17 +51,43 @@ class Gangs:
         self._news = Cell(None)  # published with each pod that is shown
         self._kept: set[str] = set()  # pods that may have a choice in the ledger
         self._refused: dict[str, float] = {}  # gangs, and until when their choices are kept for short
+        self._former: dict[str, KeptChoice] = {}  # of the former leader, by pod
+        self._taken_over: set[str] = set()  # pods whose choices were made by it
 
     @property
     def shown(self) -> AbstractSet[str]:
         """Members that the watch shows as unbound, by UID."""
         return self._shown.keys()
 
+    def take_over(self, former: Mapping[str, KeptChoice]) -> None:
+        """A former leader kept these, by UID; they count from the first list of unbound pods on."""
+        self._former = dict(former)
+
+    @property
+    def problem(self) -> str:
+        """Why GPUs that are kept may be missing in the ledger; empty: none is."""
+        return "the GPUs that the former leader kept for gangs are not known yet" if self._former else ""
+
+    def listed(self) -> None:
+        """The watch has shown all unbound pods: of those that it has not, nothing is kept."""
+        self._former.clear()
+        self._taken_over.clear()
+
+    def kept(self) -> Mapping[str, KeptChoice]:
+        """Choices that the next leader must know, by UID."""
+        waiting = {uid: each for uid in self._kept if (each := self._fleet.assumed(uid))}
+        return {uid: KeptChoice(each.node, each.claim.chosen) for uid, each in waiting.items()} | self._former
+
     def show(self, uid: str, member: Member) -> None:
         """The watch shows an unbound member."""
-        if self._shown.get(uid) != member:
-            self._shown[uid] = member
-            self._news.publish(None)
+        if self._shown.get(uid) == member:
+            return
+        self._shown[uid] = member
+        former = self._former.pop(uid, None)
+        if former and (former.chosen is None or len(former.chosen) == len(member.demand.slots)):
+            self._taken_over.add(uid)
+            self.keep(uid, member.gang, former.node, PodClaim(member.demand, chosen=former.chosen))
+        self._news.publish(None)
 
     def hide(self, uid: str, *, ended: bool) -> None:
         """The watch has ceased to show a pod: it has ended, or nobody knows whether it is bound."""
@@ -109,7 +137,9 @@ class Gangs:
 
     def give_up(self, uid: str) -> None:
         """kube-scheduler found no node for a member after all."""
-        self._let_go(uid, REFUSED_SECONDS)
+        # The first list may show what was true before the former leader kept GPUs for the pod.
+        if uid not in self._taken_over:
+            self._let_go(uid, REFUSED_SECONDS)
 
     def _let_go(self, uid: str, seconds: float) -> None:
         kept, until = self._choice(uid), self._clock() + seconds
@@ -143,7 +173,7 @@ class Gangs:
         return found if found and found.gang else None
 
     def _tidy(self) -> None:
-        """Drop what the ledger has let go of."""
-        self._kept = {uid for uid in self._kept if self._choice(uid)}
+        """Drop what the ledger has let go of, or knows to be bound."""
+        self._kept = {uid for uid in self._kept if self._fleet.assumed(uid)}
         now = self._clock()
         self._refused = {gang: until for gang, until in self._refused.items() if until > now}

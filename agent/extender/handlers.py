@@ -14,6 +14,7 @@ from anyio import get_cancelled_exc_class
 from agent.extender import scheduler_protocol
 from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.eviction import victims_needed
+from agent.extender.gang_record import NotRecorded
 from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import WatchedPod, gang_of
 from agent.extender.simulation import simulated
@@ -105,6 +106,11 @@ class Verbs:
             fitting, refused = await _kept_for_gang(
                 serving, asked.pod, gang, wanted, fitting, refused, former
             )
+            try:
+                await serving.binder.record()
+            except NotRecorded as error:
+                # Bound by a next leader that knows nothing of it, its gang might be left half bound.
+                raise Unready(f"what is kept for the pod's gang could not be recorded: {error}") from error
         return scheduler_protocol.filtered(asked, fitting, refused), "ok" if fitting else "nowhere"
 
     def _may_look_again(self) -> bool:
@@ -122,7 +128,7 @@ class Verbs:
             wanted = serving.binder.request(asked.pod)
         except Impossible:
             return scheduler_protocol.prioritized(asked.names, [0] * len(asked.names)), "impossible"
-        scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names)
+        scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names, wanted.owner)
         return scheduler_protocol.prioritized(asked.names, scores), "ok"
 
     async def preempt(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:

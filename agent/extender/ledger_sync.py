@@ -70,9 +70,14 @@ class LedgerSync:
         fleet: Fleet,
         supervisor: Supervisor,
         expired: Callable[[int], None] = lambda _: None,
+        gap: Callable[[], str] = str,
     ) -> None:
-        """`expired` is called with the number of choices that were just dropped."""
+        """`expired` is called with the number of choices that were just dropped.
+
+        `gap`: why the ledger lacks something that no watch of its own shows; empty: it does not.
+        """
         self.fleet = fleet
+        self._gap = gap
         self._supervisor = supervisor
         self._expired = expired
         self.nodes = DeltaReflector(api, "/api/v1/nodes", {}, read_node, _Nodes(fleet), "nodes")
@@ -99,7 +104,7 @@ class LedgerSync:
         missing = [one.name for one in (self.nodes, self.pods) if not one.synced]
         if missing:
             return f"the list of {' and '.join(missing)} is not complete yet"
-        return "; ".join(
+        return self._gap() or "; ".join(
             f"the watch of {name} has been dead for {age:.0f} s"
             for name, age in self.ages.items()
             if age > DEAD_WATCH_SECONDS

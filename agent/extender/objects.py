@@ -1,5 +1,6 @@
 """Nodes and pods of the API server, cut down to what the ledger keeps."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from agent.model.ids import BadDeviceId, parse
 from agent.model.metadata import Metadata
 from agent.model.modes import PAIRS, Mode
 from agent.model.node_inventory import INVENTORY, BadInventory, decode
-from agent.model.placement import ASSIGNED
+from agent.model.placement import ASSIGNED, POLICY, PlacementPolicy
 from agent.model.pod import Pod, PodSpec, PodStatus
 from agent.model.quantity import units
 
@@ -136,7 +137,8 @@ def _bound(pod: WatchedPod) -> BoundPod | None:
     if demand.nothing or not pod.spec.node_name or model.finished:
         return None
     chosen = chosen_in(demand, model.annotations)
-    claim = PodClaim(demand, _held(pod, demand), chosen, f"{model.namespace}/{model.name}")
+    name = f"{model.namespace}/{model.name}"
+    claim = PodClaim(demand, _held(pod, demand), chosen, name, owner_of(pod))
     confirmed = chosen is not None and model.annotations.get(ASSIGNED) == "true"
     away = pod.spec.affinity.pod_anti_affinity if pod.spec.affinity else None
     return BoundPod(pod.metadata.uid, pod.spec.node_name, claim, confirmed, bool(away and away.required))
@@ -151,6 +153,20 @@ def gang_of(pod: WatchedPod) -> str:
     group = pod.spec.scheduling_group
     name = group.pod_group_name if group else pod.metadata.labels.get(GROUP_LABEL, "")
     return f"{pod.metadata.namespace}/{name}" if name else ""
+
+
+# Their pods serve in each other's place. Those of Jobs and of training operators would rather be close.
+_SPREADING = frozenset({"ReplicaSet", "StatefulSet", "ReplicationController"})
+
+
+def owner_of(pod: WatchedPod) -> str:
+    """The controller whose replicas are to spread, as namespace/UID; empty: the pod is placed for itself."""
+    meta = pod.metadata
+    if meta.annotations.get(POLICY) in tuple(PlacementPolicy) or gang_of(pod):
+        return ""
+    owner = next((each for each in meta.owner_references if each.controller), None)
+    # With the namespace: a pod's author may name any UID.
+    return sys.intern(f"{meta.namespace}/{owner.uid}") if owner and owner.kind in _SPREADING else ""
 
 
 def as_model(pod: WatchedPod) -> Pod:

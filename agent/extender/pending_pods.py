@@ -136,6 +136,7 @@ class PendingPods:
             self._gone(uid, ended=False)
         for uid, pod in values.items():
             self.changed(uid, pod)
+        self._gangs.listed()
 
     def changed(self, uid: str, value: PendingPod | None) -> None:
         if value is None:  # it is being deleted

@@ -79,6 +79,8 @@ class ExtenderSettings(Section, frozen=True):
     placement: Literal["binpack", "spread", "fragmentation"] = "fragmentation"
     # Weights of what pods usually ask for, keyed by hundredths of a GPU; what `fragmentation` goes by.
     mix: dict[Size, Weight] = field(default_factory=lambda: {str(size): part for size, part in USUAL.items()})
+    # True: replicas of a ReplicaSet or StatefulSet go to nodes and GPUs without others, where there is room.
+    spread_replicas: bool = True
     # How long a choice is kept for a pod whose Binding the API server has not confirmed.
     assume_seconds: Annotated[float, Meta(ge=5, le=600)] = ASSUME_SECONDS
     # How long GPUs are kept for a member of a gang between filter and bind.

@@ -72,22 +72,30 @@ class Verdicts:
                 fitting.append(name)
         return fitting, refused
 
-    async def rank(self, demand: PodDemand, policy: PlacementPolicy, names: Sequence[str]) -> list[int]:
+    async def rank(
+        self, demand: PodDemand, policy: PlacementPolicy, names: Sequence[str], owner: str = ""
+    ) -> list[int]:
         """0 to 10 for each node: 10 for the best, 9 for the next in worth, and so on.
 
-        A score in proportion would let the ten best of a thousand nodes look alike.
+        A score in proportion would let the ten best of a thousand nodes look alike. Of nodes with replicas of
+        `owner` those with the fewest alone count, by the replicas that would share a GPU before all else.
         """
-        known = self._shape(demand).worths[policy]
+        replicas = self.fleet.replicas(owner)
+        fewest = min((replicas.get(name, 0) for name in names), default=0) if replicas else 0
+        # What is known of a node holds for pods that have no replicas there.
+        known: dict[str, Worth] = {} if fewest else self._shape(demand).worths[policy]
         pick = self.fleet.pick
         work, pause = SearchWork(), _Pause()
         worths: list[Worth | None] = []
         for name in names:
-            if name not in known:
+            if replicas.get(name, 0) > fewest:
+                worths.append(None)
+            elif name not in known:
                 if work.steps >= REQUEST_STEPS:
                     worths.append(None)
                     continue
                 work.steps += PICK_STEPS
-                found = pick(name, demand, policy, work)
+                found = pick(name, demand, policy, work, owner if fewest else "")
                 worths.append(found.worth if found else None)
                 if found:  # a node that does not fit is not asked about, and it may be unknown
                     known[name] = found.worth

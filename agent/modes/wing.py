@@ -149,10 +149,6 @@ class Wing(ABC):
         """The inputs of `prepare`, by value: once they differ, one that failed is tried again."""
         return None
 
-    def most_holders(self, gpu: Gpu) -> int:  # noqa: ARG002
-        """How many containers a GPU serves at once; 0: as many as have room."""
-        return 0
-
     def enforced(self) -> str | None:
         """Whether containers are kept to their shares: yes, no, memory (compute is not enforced).
 

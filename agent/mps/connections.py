@@ -286,6 +286,8 @@ def _waited_for(pid: int) -> tuple[int, int] | None:
     """The socket that a process waits for in a system call: its descriptor and its inode."""
     # Of its first thread alone, which hears all: a version that has one for each client keeps nobody waiting.
     with suppress(FileNotFoundError, ProcessLookupError):
+        if processes.halted(pid):
+            return None  # it is its peers who wait: for it, until it goes on
         # The call's number and its arguments; a word alone, or -1, outside of one.
         words = Path(f"/proc/{pid}/task/{pid}/syscall").read_text().split()
         if len(words) > 2 and (inode := _inode(pid, int(words[1], 16))) is not None:

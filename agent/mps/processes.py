@@ -121,6 +121,11 @@ def parent(pid: int) -> int | None:
         return None
 
 
+def halted(pid: int) -> bool:
+    """Whether a signal or a tracer stopped a process's first thread. Raises OSError: it has ended."""
+    return _stat(pid, PROC)[0] in ("T", "t")
+
+
 def _stat(pid: int, proc: Path) -> list[str]:
     """The words of `/proc/<pid>/stat` from the process's state on. Raises OSError."""
     return (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -152,9 +152,6 @@ class MpsWing(Wing):
 
     # -- what is known of it ---------------------------------------------------------------------------
 
-    def most_holders(self, gpu: Gpu) -> int:
-        return self._conditions.most_holders(gpu)
-
     def enforced(self) -> str:
         return "no" if self._node.injector.caps_problem else "yes"
 

@@ -1,8 +1,9 @@
 """Takes back the offer so that no pod is lost by it: for a switch, and for an agent that stops.
 
-One order for both: taint, wait for the pods that are bound, publish smaller lists, wait until the kubelet has
-taken them in, patch the figures, let the taint go. Each step has its share of the time, and none can keep the
-next from coming: the lists are published and the taint goes whatever else fails.
+One order for both: taint, wait for the pods that are bound, publish smaller lists, at a stop wait for the
+second half of what is being admitted, wait until the kubelet has taken the lists in, patch the figures, let
+the taint go. Each step has its share of the time, and none can keep the next from coming: the lists are
+published and the taint goes whatever else fails.
 """
 
 import math
@@ -37,13 +38,16 @@ class Shares:
     next_served: float  # until the next pod has its devices: a slow kubelet gets through all of them
     unheld: float  # until all have, where the taint does not stand and more pods may come
     all_served: float  # these together
+    emptied: float  # until the lists offer nothing: a container that has half of its devices gets the others
     arrived: float
     patched: float
 
 
-SWITCH = Shares(taint=5.0, next_served=20.0, unheld=2.0, all_served=120.0, arrived=10.0, patched=5.0)
+SWITCH = Shares(
+    taint=5.0, next_served=20.0, unheld=2.0, all_served=120.0, emptied=0.0, arrived=10.0, patched=5.0
+)
 # An agent that stops does not wait for an API server of which it does not know how long it may take.
-STOP = Shares(taint=0.05, next_served=3.0, unheld=3.0, all_served=3.0, arrived=1.0, patched=3.0)
+STOP = Shares(taint=0.05, next_served=3.0, unheld=3.0, all_served=3.0, emptied=1.0, arrived=1.0, patched=3.0)
 STOP_SECONDS = 7.5  # all steps together, and the taint gone
 LEFT_SECONDS = 1.0  # of these for the taint to go, whatever the steps took
 
@@ -130,6 +134,8 @@ class Withdrawals:
             if not self._taint.stands():
                 self._taint.drop(hold)  # it would come too late to help
             await publish()
+            with anyio.move_on_after(shares.emptied):
+                await self._emptied()
             await self._offer.arrived(shares.arrived)
             with anyio.move_on_after(shares.patched):
                 await self._patch(left)
@@ -155,6 +161,11 @@ class Withdrawals:
                 if at_work:
                     await anyio.sleep(BINDING_SECONDS)  # the scheduler was at work a moment ago
         return not scope.cancelled_caught
+
+    async def _emptied(self) -> None:
+        """Wait until no list offers anything: a tick of the kubelet would undo figures of 0 before that."""
+        while any(left for _, left in self._offer.now().values()):
+            await anyio.sleep(LOOK_SECONDS)
 
     def _offered(self) -> Amounts:
         """The offered resources, as they have to be patched when nothing is offered."""

@@ -38,6 +38,19 @@ class Copies:
         except OSError as error:
             log.warning("limits_not_copied", pod=about.pod_key, problem=str(error))
 
+    def follow(self, key: str, about: About) -> None:
+        """Have the copy say what the folder says.
+
+        One that an earlier version wrote leaves out what that does not know, as the layout of the files, and
+        a reboot leaves nothing but the copy to make them of.
+        """
+        try:
+            agrees = (self._folder / f"{key}{SUFFIX}").read_bytes() == msgspec.json.encode(about)
+        except OSError:
+            agrees = False
+        if not agrees:
+            self.keep(about)
+
     def drop(self, key: str) -> None:
         """Forget a container."""
         with suppress(OSError):

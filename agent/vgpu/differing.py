@@ -4,6 +4,7 @@ Too much charged would have allocations refused that have room: so much is then 
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agent.vgpu.layout import CountedUsage
@@ -39,11 +40,18 @@ class Differences:
         # Those that have lasted, by folder.
         self.lasting: dict[str, Difference] = {}
 
-    def look(self, key: str, usage: CountedUsage, measured_bytes: int, cap_bytes: int, forgives: bool) -> int:
+    def look(
+        self,
+        key: str,
+        usage: CountedUsage,
+        measured_bytes: int,
+        cap_bytes: int,
+        movable: Callable[[], int] | None,
+    ) -> int:
         """Take in a reading; how many bytes of the charge do not count against the cap.
 
         Nothing is forgiven before something was refused, nor ever more than the cap: a container can write
-        any count.
+        any count. Nor is what the driver may bring back from the host, `movable`; None: nothing at all is.
         """
         excess = usage.total_bytes - measured_bytes
         if abs(excess) <= max(LEAST, RATIO * max(usage.total_bytes, measured_bytes)):
@@ -56,8 +64,9 @@ class Differences:
         episode.readings.append(excess)
         if len(episode.readings) < READINGS:
             return 0
-        open_ = forgives and usage.refused > episode.refused
-        forgiven = max(0, min(cap_bytes, *episode.readings)) // STEP * STEP if open_ else 0
+        forgiven = 0
+        if movable is not None and excess > 0 and usage.refused > episode.refused:
+            forgiven = max(0, min(cap_bytes, min(episode.readings) - movable())) // STEP * STEP
         self.lasting[key] = Difference(usage.total_bytes, measured_bytes, forgiven)
         return forgiven
 

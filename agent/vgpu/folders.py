@@ -324,6 +324,16 @@ class LimitFolders:
         sole: tuple[int, int] | None = files.sole_process(slots, total_bytes)
         return sole
 
+    def movable_bytes(self, key: str) -> int:
+        """Bytes that are charged for memory which the driver may bring back from the host. A hint.
+
+        Raises FolderUnusable.
+        """
+        files = self.layout_of(key)
+        with self._file(key, USAGE) as file:
+            found: int = files.movable_bytes(os.pread(file, files.SLOTS * files.SLOT_BYTES, files.SLOTS_AT))
+        return found
+
     def entries(self, key: str) -> Entries:
         """The processes that say of themselves that they have the library. A hint. Raises FolderUnusable."""
         files = self.layout_of(key)

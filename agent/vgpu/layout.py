@@ -49,6 +49,7 @@ SLOTS, SLOT_BYTES = 2048, 384
 SLOTS_AT = 69632
 SLOT = struct.Struct("<II120xQQ240x")  # pid, state, and of the first GPU bytes charged and those for contexts
 ENTRY = struct.Struct("<IIQ368x")  # pid, state and start time
+MOVABLE = struct.Struct("<4xI112xQ256x")  # state, and bytes that the driver may move to the host and back
 FREE_SLOT, PROCESS_SLOT = 0, 1
 READ_SLOTS = 64
 # Left by pthread_mutex_init in a robust, process-shared mutex of glibc; all else of it is zero.
@@ -221,6 +222,12 @@ def sole_process(content: bytes, total_bytes: int) -> tuple[int, int] | None:
         (charged, contexts) for _, state, charged, contexts in SLOT.iter_unpack(content[:whole]) if state
     ]
     return slots[0] if len(slots) == 1 and slots[0][0] == total_bytes >= slots[0][1] else None
+
+
+def movable_bytes(content: bytes) -> int:
+    """Bytes that processes in these slots were charged for memory which need not be on the GPU now."""
+    whole = len(content) // SLOT_BYTES * SLOT_BYTES
+    return sum(bytes_ for state, bytes_ in MOVABLE.iter_unpack(content[:whole]) if state)
 
 
 def read_entries(content: bytes) -> Entries:

@@ -388,6 +388,7 @@ class Isolation:
                 strays.add(key)
                 continue
             self._mend(key, about)
+            self._copies.follow(key, about)
             found[key] = ContainerLimits(about)
         for about in self._copies.without_folder(found):
             try:

@@ -252,7 +252,8 @@ class LimitWatch:
             self.differences.drop(key)
             return 0
         forgives = limits.about.policy != Enforcement.STRICT.value and not self._ends
-        return self.differences.look(key, usage, measured.memory_bytes, limits.memory_bytes, forgives)
+        movable = partial(self._isolation.folders.movable_bytes, key) if forgives else None
+        return self.differences.look(key, usage, measured.memory_bytes, limits.memory_bytes, movable)
 
 
 def tolerance(cap_bytes: int) -> int:

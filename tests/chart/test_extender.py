@@ -119,6 +119,7 @@ def test_it_may_do_what_it_does_and_no_more() -> None:
         ("pods/binding", "create"),
         ("events", "create"),  # about pods, in its own name, by an admission policy
         *(("leases", verb) for verb in ("create", "get", "patch")),
+        *(("configmaps", verb) for verb in ("get", "patch")),  # one, with what is kept for gangs
         ("pods", "patch"),  # one label of its own replicas, by an admission policy
     }
     (container,) = pod(objects)["containers"]

@@ -51,24 +51,23 @@ def pod(
     pair: ResourcePair = VGPU,
     **spec: Any,
 ) -> None:
-    """A pod for these nodes that asks for hundredths of GPUs and as much memory; `spec`: more of its spec."""
+    """A pod for these nodes; `spec`: more of its spec."""
+    metadata = {"name": name, "namespace": "default", "annotations": annotations or {}}
+    made = {**pod_spec(size, pair), **spec}
+    cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": made})
+
+
+def pod_spec(size: int, pair: ResourcePair = VGPU) -> dict[str, Any]:
+    """The spec of a pod that asks for hundredths of GPUs and as much memory."""
     limits = {pair.core: str(size)}
     if size < CORES:
         limits[pair.memory] = str(size * arrivals.BLOCKS // CORES) if pair is VGPU else "5"
-    cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name, "namespace": "default", "annotations": annotations or {}},
-            "spec": {
-                "containers": [{"name": "main", "image": "none", "resources": {"limits": limits}}],
-                "nodeSelector": {"made-up": "true"},
-                "tolerations": [{"operator": "Exists"}],  # no kubelet keeps these nodes ready
-                "terminationGracePeriodSeconds": 0,  # nor ends their pods
-                **spec,
-            },
-        }
-    )
+    return {
+        "containers": [{"name": "main", "image": "none", "resources": {"limits": limits}}],
+        "nodeSelector": {"made-up": "true"},
+        "tolerations": [{"operator": "Exists"}],  # no kubelet keeps these nodes ready
+        "terminationGracePeriodSeconds": 0,  # nor ends their pods
+    }
 
 
 def holder(cluster: Cluster, name: str, size: int, node: str, gpu: int, **spec: Any) -> None:

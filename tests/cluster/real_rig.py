@@ -23,10 +23,10 @@ from tests.cluster.node_reset import forget_resources
 from tests.cluster.node_watch import watching
 from tests.cluster.rig_node import RigNode
 from tests.cluster.running import asked, process_in
-from tests.cluster.scenario_pods import Report, manifest, read_report, waiting_of
+from tests.cluster.scenario_pods import Report, manifest, read_report, templates, waiting_of
 from tests.nvml_double.build import STATE_VARIABLE, build
 from tests.pace import scaled
-from tests.scenarios.rig import GPU, NodeView
+from tests.scenarios.rig import GPU, Claimed, NodeView
 from tests.scenarios.rig_base import RigBase
 
 T = TypeVar("T")
@@ -35,6 +35,8 @@ POLL = 0.05
 REPORT_SECONDS = 15.0
 PODRESOURCES_SECONDS = 30.0
 API_SECONDS = 60.0
+WIPING_SECONDS = 30.0
+RESOURCES = "resource.k8s.io/v1"
 
 
 class RealRig(RigBase):
@@ -47,7 +49,12 @@ class RealRig(RigBase):
         self._cluster = cluster
         self._run = run
         self._pods: list[PodSpec] = []
+        self._resources: list[tuple[str, str]] = []  # kind and name
         self._labels: set[str] = set()
+        self.node_name = cluster.node
+        self.kubelet_root = cluster.kubelet_root
+        self.cdi_folder = cluster.cdi_dir
+        self.wiping_seconds = WIPING_SECONDS
         machine.write_sysfs(folder / "sys")
         toolkit.make_device_nodes(folder, self._minors)
         toolkit.write_cdi_spec(cluster.cdi_dir, folder, self._minors)
@@ -164,6 +171,8 @@ class RealRig(RigBase):
 
     async def create_pod(self, pod: PodSpec) -> None:
         self._pods.append(pod)
+        for template in templates(pod):
+            await self.create_resource(template["kind"], template)
         await self._blocking(partial(self._cluster.apply, manifest(pod, self._cluster.node)))
 
     async def delete_pod(self, pod: PodSpec, deadline: float = 30.0) -> None:
@@ -229,17 +238,20 @@ class RealRig(RigBase):
         return await self._why(pod, "message")
 
     async def held_ids(self, pod: PodSpec, container: str, resource: str = GPU) -> frozenset[str]:
+        containers = await self._containers(pod)
+        devices = [item for each in containers if each.name == container for item in each.devices]
+        return frozenset(id_ for item in devices if item.resource_name == resource for id_ in item.device_ids)
+
+    async def _containers(self, pod: PodSpec) -> Sequence[v1.ContainerResources]:
         request = v1.GetPodResourcesRequest(pod_name=pod.name, pod_namespace=pod.namespace)
         try:
             answer = await self._ask(lambda stub: stub.get(request, timeout=5))
         except GRPCError as error:
             # A kubelet that was restarted may not have taken the pod up again yet.
             if "not found" in (error.message or ""):
-                return frozenset()
+                return ()
             raise
-        containers = answer.pod_resources.containers if answer.pod_resources else []
-        devices = [item for each in containers if each.name == container for item in each.devices]
-        return frozenset(id_ for item in devices if item.resource_name == resource for id_ in item.device_ids)
+        return answer.pod_resources.containers if answer.pod_resources else ()
 
     async def container_environment(self, pod: PodSpec, container: str) -> Mapping[str, str]:
         return (await self._report(pod, container)).environment
@@ -252,6 +264,33 @@ class RealRig(RigBase):
         named = {each["name"]: each["containerID"] for each in status["containerStatuses"]}
         return await self._blocking(partial(process_in, named[container].rpartition("/")[2]))
 
+    # Claims
+
+    async def create_resource(self, kind: str, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._resources.append((kind, item["metadata"]["name"]))
+        return await self._blocking(
+            partial(self._cluster.apply, {**item, "apiVersion": RESOURCES, "kind": kind})
+        )
+
+    async def resources(self, kind: str) -> Sequence[Mapping[str, Any]]:
+        return await self._blocking(
+            partial(self._cluster.find_all, kind, namespace="default", api_version=RESOURCES)
+        )
+
+    async def annotate_pod(self, pod: PodSpec, key: str, value: str) -> None:
+        path = self._cluster.api.path("v1", "Pod", pod.namespace, pod.name)
+        patch = {"metadata": {"annotations": {key: value}}}
+        await self._blocking(partial(self._cluster.api.merge_patch, path, patch))
+
+    async def claimed(self, pod: PodSpec, container: str) -> Sequence[Claimed]:
+        return [
+            Claimed(claim.claim_name, each.device_name, each.share_id)
+            for found in await self._containers(pod)
+            if found.name == container
+            for claim in found.dynamic_resources
+            for each in claim.claim_resources
+        ]
+
     # Before and after
 
     async def clean_up(self) -> None:
@@ -260,6 +299,9 @@ class RealRig(RigBase):
         async with anyio.create_task_group() as group:
             for pod in self._pods:
                 group.start_soon(self.delete_pod, pod)
+        for kind, name in dict.fromkeys(self._resources):
+            delete = partial(self._cluster.delete, kind, name, api_version=RESOURCES)
+            await self._blocking(partial(delete, namespace="default"))
         await self._blocking(partial(forget_resources, self._cluster, self._labels))
         await self._wait_known_devices(0)
 

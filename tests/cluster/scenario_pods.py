@@ -29,6 +29,20 @@ class Report:
     device_nodes: frozenset[str]
 
 
+def templates(pod: PodSpec) -> list[dict[str, Any]]:
+    """The templates that the pod's claims are made from."""
+    return [
+        {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaimTemplate",
+            "metadata": {"name": f"{pod.name}-{each.name}", "namespace": pod.namespace},
+            "spec": {"spec": dict(each.template)},
+        }
+        for each in pod.claims
+        if each.template is not None
+    ]
+
+
 def manifest(pod: PodSpec, node: str) -> dict[str, Any]:
     """The pod as the API takes it; any preset node name means `node`."""
     made = manifests.pod(
@@ -39,6 +53,13 @@ def manifest(pod: PodSpec, node: str) -> dict[str, Any]:
         **({"hostPID": True} if pod.host_pid else {}),
         **({"nodeName": node} if pod.node_name is not None else {}),
     )
+    for each in pod.claims:
+        source = (
+            {"resourceClaimName": each.claim}
+            if each.claim
+            else {"resourceClaimTemplateName": f"{pod.name}-{each.name}"}
+        )
+        made["spec"].setdefault("resourceClaims", []).append({"name": each.name, **source})
     made["metadata"] |= {"namespace": pod.namespace, "annotations": dict(pod.annotations)}
     return made
 
@@ -46,6 +67,8 @@ def manifest(pod: PodSpec, node: str) -> dict[str, Any]:
 def _container(spec: ContainerSpec, *, ends: bool) -> dict[str, Any]:
     script = REPORT + (ENDS_ITSELF.format(spec.seconds) if ends else UNTIL_DELETED)
     made = manifests.container(spec.name, ["sh", "-c", script], limits=spec.limits, env=spec.env)
+    if spec.claims:
+        made["resources"]["claims"] = [{"name": each} for each in spec.claims]
     if spec.restartable:
         made["restartPolicy"] = "Always"
     return made

@@ -3,6 +3,7 @@
 Nodes exist as objects only; which GPU each pod holds is set from the beginning.
 """
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 from agent.model.placement import HINT
 from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts
+from tests.cluster.extender_process import Replica
 from tests.cluster.made_up import GPUS
 from tests.cluster.rig import Cluster
 from tests.cluster.waiting import NotYet, eventually
 
 NODES = 3
 PRIORITIES = {"test-low": 1, "test-middle": 10, "test-high": 100}
+RECORD = "/api/v1/namespaces/default/configmaps/gpu-node-agent-extender-gangs"
 GROUPS = "scheduling.k8s.io/v1beta1"
 IN_VAIN_SECONDS = 8.0  # several attempts of kube-scheduler, whose longest back-off here is 2 s
 
@@ -36,10 +39,10 @@ def directed(parts: Parts, port: int) -> Iterator[Cluster]:
 
 
 @pytest.fixture(autouse=True)
-def _serving(directed: Cluster, port: int, tmp_path: Path) -> Iterator[None]:
+def replica(directed: Cluster, port: int, tmp_path: Path) -> Iterator[Replica]:
     """The extender serves; pods of the test are removed afterwards."""
-    with extender_process.serving(directed, port, tmp_path / "extender.log"):
-        yield
+    with extender_process.serving(directed, port, tmp_path / "extender.log") as made:
+        yield made
         for pod in directed.find_all("Pod"):
             directed.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
 
@@ -135,6 +138,28 @@ def test_gang_is_not_half_bound(directed: Cluster) -> None:
         ("made-up-0", "2"),
         ("made-up-0", "3"),
     ]
+
+
+@pytest.mark.parametrize("kept", [1, NODES * GPUS // 2, NODES * GPUS])
+def test_gang_survives_a_takeover(directed: Cluster, replica: Replica, kept: int) -> None:
+    """The leader is killed once so many members have GPUs, and others want them."""
+    size, count = 60, NODES * GPUS
+    names = gang(directed, f"gang-{kept}", count, size)
+    uids = {directed.get("Pod", name)["metadata"]["uid"] for name in names}
+
+    def have_gpus() -> None:
+        recorded = directed.api.get(RECORD).get("data", {}).keys() & uids
+        if len(recorded) < kept and not made_up.bound(directed):
+            raise NotYet(f"{len(recorded)} of {kept}")
+
+    eventually(have_gpus, timeout=60, what="GPUs are kept for members", interval=0.005)
+    replica.end(signal.SIGKILL)
+    for number in range(count):
+        made_up.pod(directed, f"other-{number}", size)
+    replica.start()
+    found = {pod["metadata"]["name"] for pod in made_up.settled(directed)}
+    assert len(found) == count, "each GPU has room for one"
+    assert len(found & set(names)) == count if kept == count else found & set(names) in (set(), set(names))
 
 
 def test_one_step_of_the_extender_outweighs_the_default_scores(directed: Cluster) -> None:

@@ -14,23 +14,25 @@ import pytest
 
 from agent.simulator.kubelet import EmbeddedKubelet, Phase, PodSpec, Timings
 from agent.simulator.kubelet.http_api import HttpApi
+from agent.simulator.kubelet.resource_objects import KINDS
 from agent.simulator.machine import SimulatedMachine
 from tests.cluster import toolkit
 from tests.cluster.agent_process import AgentProcess
 from tests.component.kubelet.peer import PodResources, pod_resources
 from tests.pace import scaled
-from tests.scenarios.rig import GPU, NodeView
+from tests.scenarios.rig import GPU, Claimed, NodeView
 from tests.scenarios.rig_base import RigBase
 
 T = TypeVar("T")
-Face = Literal["1.36", "1.33"]
+Face = Literal["1.37", "1.36", "1.33"]
 FACES: tuple[Face, ...] = ("1.36", "1.33")
 # All that they differ in is that 1.33 also lists pods that have finished. Where that is not the scenario's
 # subject, it has time for one of them.
 MOSTLY_THE_NEWEST = (FACES[0], pytest.param(FACES[1], marks=pytest.mark.long))
 PROFILE = "dgx-h200"
 RESTART_SECONDS = 30.0
-QUICK = Timings(registry_poll=0.2)
+QUICK = Timings(registry_poll=0.2, wiping=2.0, terminate_retry=1.0)
+COLLECTIONS = {kind: collection for collection, kind in KINDS.items()}
 FIRST_PID = 5_000_000  # beyond the kernel's own
 
 
@@ -50,6 +52,10 @@ class EmbeddedRig(RigBase):
             cdi_folder=folder / "cdi",
         )
         self.http = HttpApi(self.kubelet.api)
+        self.node_name = self.kubelet.api.node_name
+        self.kubelet_root = self.kubelet.root
+        self.cdi_folder = folder / "cdi"
+        self.wiping_seconds = timings.wiping
         (folder / "cdi").mkdir()
         toolkit.write_cdi_spec(folder / "cdi", folder, self._minors)
         self._pids: dict[tuple[str, str], int] = {}  # pod UID, container
@@ -180,15 +186,19 @@ class EmbeddedRig(RigBase):
         return self.kubelet.pod(pod).message
 
     async def held_ids(self, pod: PodSpec, container: str, resource: str = GPU) -> frozenset[str]:
+        answer: Any = await self._get(pod)
+        containers = answer.containers if answer else ()
+        devices = [item for each in containers if each.name == container for item in each.devices]
+        return frozenset(one for item in devices if item.resource_name == resource for one in item.device_ids)
+
+    async def _get(self, pod: PodSpec) -> Any:
         try:
-            answer: Any = await self._ask(lambda lister: lister.get(pod.name, pod.namespace))
+            return await self._ask(lambda lister: lister.get(pod.name, pod.namespace))
         except grpc.RpcError as error:
             # A kubelet that was restarted may not have taken the pod up again yet.
             if "not found" in str(error.details()):
-                return frozenset()
+                return None
             raise
-        devices = [item for each in answer.containers if each.name == container for item in each.devices]
-        return frozenset(one for item in devices if item.resource_name == resource for one in item.device_ids)
 
     async def container_environment(self, pod: PodSpec, container: str) -> Mapping[str, str]:
         return self.kubelet.container(pod, container).env
@@ -205,6 +215,28 @@ class EmbeddedRig(RigBase):
         cgroup = f"0::/kubepods/burstable/pod{found.uid}/{found.container_id(container)}\n"
         await anyio.to_thread.run_sync(_write, folder / "cgroup", cgroup)
         return pid
+
+    # Claims
+
+    async def create_resource(self, kind: str, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.kubelet.api.resources.create(COLLECTIONS[kind], item)
+
+    async def resources(self, kind: str) -> Sequence[Mapping[str, Any]]:
+        return list(self.kubelet.api.resources.of(COLLECTIONS[kind]))
+
+    async def annotate_pod(self, pod: PodSpec, key: str, value: str) -> None:
+        self.kubelet.pod(pod).written[key] = value
+        self.kubelet.api.changed()
+
+    async def claimed(self, pod: PodSpec, container: str) -> Sequence[Claimed]:
+        answer: Any = await self._get(pod)
+        return [
+            Claimed(claim.claim_name, each.device_name, each.share_id if each.HasField("share_id") else None)
+            for found in (answer.containers if answer else ())
+            if found.name == container
+            for claim in found.dynamic_resources
+            for each in claim.claim_resources
+        ]
 
     # Inner
 

@@ -1,6 +1,10 @@
 /* Bytes: what this process has, and what the GPU has left. */
 #include "double.h"
 
+uint64_t granule(uint32_t device) {
+    return cuda_machine->devices[device].granularity;
+}
+
 static uint64_t *entry_of(uint32_t device, uint32_t kind) {
     return &state_slot()->uses[device].bytes[kind];
 }

@@ -187,7 +187,8 @@ static CUresult requirements(CUDA_ARRAY_MEMORY_REQUIREMENTS *answer, const void 
     objects_lock();
     struct array *array = (struct array *)object_find_handle(handle, ARRAY);
     if (array != NULL && array->mipmapped == mipmapped) {
-        *answer = (CUDA_ARRAY_MEMORY_REQUIREMENTS){.size = round_up(bytes_of(&array->shape, array->levels), GRANULE), .alignment = GRANULE};
+        *answer = (CUDA_ARRAY_MEMORY_REQUIREMENTS){.size = round_up(bytes_of(&array->shape, array->levels), granule(array->base.device)),
+                                                   .alignment = granule(array->base.device)};
         result = array->shape.Flags & CUDA_ARRAY3D_DEFERRED_MAPPING ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     }
     objects_unlock();

@@ -115,7 +115,7 @@ CUresult graph_capture_alloc(struct stream *stream, uint32_t device, uint64_t by
     struct node *node = graph_append(stream->capture, NODE_ALLOC);
     node->base.device = device;
     node->bytes = bytes;
-    *address = node->address = address_take(bytes, GRANULE);
+    *address = node->address = address_take(bytes, ALIGNMENT);
     objects_unlock();
     return CUDA_SUCCESS;
 }

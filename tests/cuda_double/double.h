@@ -15,7 +15,7 @@
 #include "cuda_layout.h"
 #include "models.h"
 
-#define GRANULE (UINT64_C(2) << 20)
+#define ALIGNMENT (UINT64_C(4) << 20) /* of addresses: no granule is larger */
 #define SMALL (UINT64_C(1) << 20)
 #define NEED(condition)                      \
     do {                                     \
@@ -59,6 +59,7 @@ void state_sweep(void);
 CUresult charge(uint32_t device, uint32_t kind, uint64_t bytes);
 void discharge(uint32_t device, uint32_t kind, uint64_t bytes);
 uint64_t used_bytes(uint32_t device);
+uint64_t granule(uint32_t device); /* by which memory of the device is given out */
 /* Memory that more than one process holds: the number in the table, or -1. */
 int32_t share(uint32_t device, uint32_t kind, uint64_t bytes);
 int32_t share_join(uint32_t number, uint32_t generation, uint32_t *device, uint32_t *kind, uint64_t *bytes);
@@ -140,6 +141,9 @@ struct pool {
 void pools_trim(uint32_t device);  /* at a synchronisation */
 void pools_squeeze(uint32_t device); /* before memory runs out: keep nothing that is not used */
 void pool_give_back(struct memory *memory);
+struct stream;
+/* As memory_free, of a pool's memory, when the stream has done what it has to do. */
+void pool_free_behind(struct memory *memory, const struct stream *stream, uint64_t due_ns);
 void pools_reset(uint32_t device); /* with the primary context */
 
 /* --- stream.c ---------------------------------------------------------------------------------------- */
@@ -157,6 +161,7 @@ struct stream {
 uint64_t now_ns(void);
 void stream_defaults_each(uint32_t device, void (*visit)(struct object *, void *)); /* data: the device */
 CUresult stream_of(CUstream handle, struct stream **stream);
+uint64_t stream_busy_until(const struct stream *stream); /* 0: it is not, or the GPUs' time is simulated */
 /* Work of a length on a stream. */
 void stream_work(struct stream *stream, uint64_t nanoseconds);
 /* Calls that a capture of the process forbids to threads which have not been exempted from it: the captures break. */

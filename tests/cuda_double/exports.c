@@ -12,6 +12,7 @@
 
 #define UUID_BYTES 16u
 #define WORDS 12u
+#define ROOM 24u /* behind a table's end: runtimes that are newer than the tables look there for more */
 
 struct table {
     const unsigned char id[UUID_BYTES];
@@ -32,8 +33,10 @@ static void trapped(unsigned entry) {
         trapped(entry);             \
     }
 TRAP(0) TRAP(1) TRAP(2) TRAP(3) TRAP(4) TRAP(5) TRAP(6) TRAP(7) TRAP(8) TRAP(9) TRAP(10) TRAP(11)
-static void (*const traps[WORDS])(void) = {trap_0, trap_1, trap_2, trap_3, trap_4,  trap_5,
-                                           trap_6, trap_7, trap_8, trap_9, trap_10, trap_11};
+TRAP(12) TRAP(13) TRAP(14) TRAP(15) TRAP(16) TRAP(17) TRAP(18) TRAP(19) TRAP(20) TRAP(21) TRAP(22) TRAP(23)
+static void (*const traps[ROOM])(void) = {trap_0,  trap_1,  trap_2,  trap_3,  trap_4,  trap_5,  trap_6,  trap_7,
+                                          trap_8,  trap_9,  trap_10, trap_11, trap_12, trap_13, trap_14, trap_15,
+                                          trap_16, trap_17, trap_18, trap_19, trap_20, trap_21, trap_22, trap_23};
 
 /* --- the runtime's own interface ---------------------------------------------------------------------- */
 /* It retains the primary context here, unseen by whoever only looks at the driver's names. */
@@ -126,13 +129,14 @@ static const unsigned char refused[][UUID_BYTES] = {
 };
 
 CUresult model_cuGetExportTable(const void **ppExportTable, const CUuuid *pExportTableId) {
-    static uintptr_t made[sizeof(tables) / sizeof(tables[0])][WORDS];
+    static uintptr_t made[sizeof(tables) / sizeof(tables[0])][ROOM];
     NEED(ppExportTable != NULL && pExportTableId != NULL);
     for (size_t number = 0; number < sizeof(tables) / sizeof(tables[0]); number++) {
         const struct table *table = &tables[number];
         if (memcmp(pExportTableId->bytes, table->id, UUID_BYTES) == 0) {
-            for (uint32_t word = 0; word < table->words; word++) {
-                made[number][word] = (uintptr_t)(table->known[word] != NULL ? table->known[word] : (void *)traps[word]);
+            for (uint32_t word = 0; word < ROOM; word++) {
+                void *known = word < table->words ? table->known[word] : NULL;
+                made[number][word] = (uintptr_t)(known != NULL ? known : (void *)traps[word]);
             }
             if (table->headed) {
                 made[number][0] = table->words * sizeof(uintptr_t);

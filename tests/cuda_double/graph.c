@@ -138,7 +138,7 @@ static CUresult add_alloc(CUgraphNode *handle, CUgraph hGraph, const CUmemPoolPr
     TRY(location_index(&pool->location, &index, &on_device));
     NEED(on_device);
     objects_lock();
-    struct node content = {.bytes = bytes, .address = address_take(bytes, GRANULE)};
+    struct node content = {.bytes = bytes, .address = address_take(bytes, ALIGNMENT)};
     objects_unlock();
     TRY(add(handle, hGraph, NODE_ALLOC, &content));
     *address = content.address;

@@ -58,7 +58,7 @@ static CUresult instantiate(CUgraphExec *handle, CUgraph hGraph, uint64_t flags)
         struct exec *exec = calloc(1, sizeof(*exec));
         read_nodes(&reading, graph);
         *exec = (struct exec){.base.device = graph->base.device, .duration_ns = reading.duration_ns,
-                              .footprint = round_up(reading.most, GRANULE), .left = reading.live,
+                              .footprint = round_up(reading.most, granule(graph->base.device)), .left = reading.live,
                               .left_count = reading.count, .frees = reading.frees, .free_count = reading.free_count,
                               .frees_at_launch = (flags & CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH) != 0};
         object_add(&exec->base, EXEC, (uint64_t)(uintptr_t)exec);

@@ -78,7 +78,7 @@ CUresult model_cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle, 
     *memory = (struct memory){.base.device = device, .kind = kind, .size = ticket.size, .charged = charged, .shared = shared, .opened = 1,
                               .context = context};
     objects_lock();
-    *pdptr = address_take(ticket.size, GRANULE);
+    *pdptr = address_take(ticket.size, ALIGNMENT);
     object_add(&memory->base, MEMORY, *pdptr);
     objects_unlock();
     return CUDA_SUCCESS;

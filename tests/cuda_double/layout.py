@@ -78,6 +78,7 @@ class CudaDeviceState(Structure):
     context_bytes: int
     module_bytes: int
     pool_chunk: int
+    granularity: int
     cc_major: int
     cc_minor: int
     processors: int
@@ -92,6 +93,7 @@ class CudaDeviceState(Structure):
         ("context_bytes", c_uint64),
         ("module_bytes", c_uint64),
         ("pool_chunk", c_uint64),
+        ("granularity", c_uint64),
         ("cc_major", c_uint32),
         ("cc_minor", c_uint32),
         ("processors", c_uint32),

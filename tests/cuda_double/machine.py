@@ -23,7 +23,10 @@ _FLOCK: Final = "hhqqi4x"  # struct flock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaGpu:
-    """One GPU to simulate; sizes in bytes. `pool_chunk` is the step by which pools reserve."""
+    """One GPU to simulate; sizes in bytes. `pool_chunk` is the step by which pools reserve.
+
+    `granularity` is that of all memory, from 64 KiB to 4 MiB.
+    """
 
     uuid: str = "GPU-8f2b1c3d-0000-4000-8000-000000000001"
     name: str = "NVIDIA H200"
@@ -32,6 +35,7 @@ class CudaGpu:
     context_bytes: int = 300 * MIB
     module_bytes: int = 2 * MIB
     pool_chunk: int = 2 * MIB
+    granularity: int = 2 * MIB
     compute_capability: tuple[int, int] = (9, 0)
     processors: int = 132
 
@@ -85,6 +89,7 @@ class CudaMachine:
             device.bus_id = gpu.bus_id.encode()
             device.total, device.context_bytes = gpu.total, gpu.context_bytes
             device.module_bytes, device.pool_chunk = gpu.module_bytes, gpu.pool_chunk
+            device.granularity = gpu.granularity
             device.cc_major, device.cc_minor = gpu.compute_capability
             device.processors = gpu.processors
         state.clock.expected = tasks

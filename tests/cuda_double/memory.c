@@ -18,13 +18,14 @@ static CUresult charge_squeezing(uint32_t device, uint32_t kind, uint64_t bytes)
 
 CUresult memory_charge(struct memory *memory) {
     uint32_t device = memory->base.device;
+    uint64_t unit = granule(device);
     if (memory->size >= SMALL) {
-        memory->charged = round_up(memory->size, GRANULE);
+        memory->charged = round_up(memory->size, unit);
         return charge_squeezing(device, memory->kind, memory->charged);
     }
     uint64_t *sum = &small_sum[device][memory->kind];
     uint64_t size = round_up(memory->size, 512);
-    TRY(charge_squeezing(device, memory->kind, round_up(*sum + size, GRANULE) - round_up(*sum, GRANULE)));
+    TRY(charge_squeezing(device, memory->kind, round_up(*sum + size, unit) - round_up(*sum, unit)));
     *sum += size;
     return CUDA_SUCCESS;
 }
@@ -38,7 +39,7 @@ void memory_discharge(struct memory *memory) {
     } else if (memory->size > 0) {
         uint64_t *sum = &small_sum[device][memory->kind];
         uint64_t left = *sum - round_up(memory->size, 512);
-        discharge(device, memory->kind, round_up(*sum, GRANULE) - round_up(left, GRANULE));
+        discharge(device, memory->kind, round_up(*sum, granule(device)) - round_up(left, granule(device)));
         *sum = left;
     }
 }
@@ -91,7 +92,7 @@ static CUresult allocate(uint32_t kind, uint64_t bytes, int narrow, uint64_t *ad
     objects_lock();
     CUresult result = memory_charge(memory);
     if (result == CUDA_SUCCESS) {
-        uint64_t place = narrow ? address_take_narrow(bytes) : address_take(bytes, bytes >= SMALL ? GRANULE : 512);
+        uint64_t place = narrow ? address_take_narrow(bytes) : address_take(bytes, bytes >= SMALL ? ALIGNMENT : 512);
         if (kind == SIM_CUDA_MEMORY_MANAGED) {
             memory->host = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             place = memory->host == MAP_FAILED ? 0 : (uint64_t)(uintptr_t)memory->host;
@@ -183,7 +184,18 @@ CUresult model_cuMemFree(CUdeviceptr_v1 dptr) {
 CUresult model_cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream) {
     struct stream *stream;
     TRY(stream_of(hStream, &stream));
-    return stream->capture != NULL ? graph_capture_free(stream, dptr) : free_at(dptr);
+    if (stream->capture != NULL) {
+        return graph_capture_free(stream, dptr);
+    }
+    objects_lock();
+    struct memory *memory = (struct memory *)object_find(dptr, MEMORY);
+    uint64_t due = stream_busy_until(stream);
+    int waits = due > 0 && memory != NULL && memory->pool != NULL && memory->exec == NULL;
+    if (waits) {
+        pool_free_behind(memory, stream, due);
+    }
+    objects_unlock();
+    return waits ? CUDA_SUCCESS : free_at(dptr);
 }
 
 CUresult model_cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdeviceptr dptr) {

@@ -9,7 +9,7 @@
 static struct object *buckets[BUCKETS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t next_address = UINT64_C(0x20000000000);
-static uint64_t next_narrow = GRANULE;
+static uint64_t next_narrow = ALIGNMENT;
 
 void objects_lock(void) {
     pthread_mutex_lock(&lock);
@@ -88,7 +88,7 @@ uint64_t address_take(uint64_t bytes, uint64_t alignment) {
 }
 
 uint32_t address_take_narrow(uint64_t bytes) {
-    if (bytes > UINT32_MAX - GRANULE || next_narrow > UINT32_MAX - GRANULE - bytes) {
+    if (bytes > UINT32_MAX - ALIGNMENT || next_narrow > UINT32_MAX - ALIGNMENT - bytes) {
         return 0;
     }
     uint32_t address = (uint32_t)next_narrow;

@@ -25,8 +25,50 @@ static struct pool *current_of(uint32_t device) {
     return chosen_pool[device] != NULL ? chosen_pool[device] : default_of(device);
 }
 
+/* Freed, and used until its stream gets there: "the allocation must not be accessed after stream execution reaches the
+ * free": CUDA Driver API, Stream Ordered Memory Allocator, cuMemFreeAsync. An allocation on that stream can have it at
+ * once: CUDA Programming Guide, Stream Ordered Memory Allocator, Physical Page Caching and Reuse Policies. */
+struct pending {
+    struct pending *next;
+    struct pool *pool;
+    const struct stream *stream;
+    uint64_t bytes, due_ns;
+};
+static struct pending *pendings;
+
+static void give_back(struct pool *pool, uint64_t bytes) {
+    pool->used -= bytes;
+    if (pool->is_gone && pool->used == 0) {
+        discharge(pool->base.device, SIM_CUDA_MEMORY_POOL, pool->reserved);
+        pool->reserved = 0;
+    }
+}
+
+/* The object lock is held. */
+static void free_due(const struct stream *stream) {
+    for (struct pending **at = &pendings; *at != NULL;) {
+        struct pending *found = *at;
+        if (found->stream == stream || now_ns() >= found->due_ns) {
+            *at = found->next;
+            give_back(found->pool, found->bytes);
+            free(found);
+        } else {
+            at = &found->next;
+        }
+    }
+}
+
+void pool_free_behind(struct memory *memory, const struct stream *stream, uint64_t due_ns) {
+    struct pending *made = calloc(1, sizeof(*made));
+    *made = (struct pending){.next = pendings, .pool = memory->pool, .stream = stream, .due_ns = due_ns, .bytes = round_up(memory->size, 512)};
+    pendings = made;
+    object_remove(&memory->base);
+    free(memory);
+}
+
 static void keep(struct pool *pool, uint64_t bytes) {
-    uint64_t left = round_up(pool->used > bytes ? pool->used : bytes, GRANULE);
+    free_due(NULL);
+    uint64_t left = round_up(pool->used > bytes ? pool->used : bytes, granule(pool->base.device));
     if (left < pool->reserved) {
         discharge(pool->base.device, SIM_CUDA_MEMORY_POOL, pool->reserved - left);
         pool->reserved = left;
@@ -67,7 +109,7 @@ static CUresult reserve(struct pool *pool, uint64_t bytes) {
         CUresult result = charge(device, SIM_CUDA_MEMORY_POOL, growth);
         if (result == CUDA_ERROR_OUT_OF_MEMORY) {
             pools_squeeze(device);
-            growth = round_up(pool->used + bytes - pool->reserved, GRANULE);
+            growth = round_up(pool->used + bytes - pool->reserved, granule(device));
             result = charge(device, SIM_CUDA_MEMORY_POOL, growth);
         }
         TRY(result);
@@ -79,7 +121,8 @@ static CUresult reserve(struct pool *pool, uint64_t bytes) {
     return CUDA_SUCCESS;
 }
 
-static CUresult allocate(CUdeviceptr *dptr, uint64_t bytes, struct pool *pool) {
+static CUresult allocate(CUdeviceptr *dptr, uint64_t bytes, struct pool *pool, const struct stream *stream) {
+    free_due(stream);
     struct memory *memory = calloc(1, sizeof(*memory));
     *memory = (struct memory){.base.device = pool->base.device, .kind = SIM_CUDA_MEMORY_POOL, .size = bytes, .shared = -1, .pool = pool};
     CUresult result = reserve(pool, round_up(bytes, 512));
@@ -109,12 +152,7 @@ static void retire(struct pool *pool) {
 }
 
 void pool_give_back(struct memory *memory) {
-    struct pool *pool = memory->pool;
-    pool->used -= round_up(memory->size, 512);
-    if (pool->is_gone && pool->used == 0) {
-        discharge(pool->base.device, SIM_CUDA_MEMORY_POOL, pool->reserved);
-        pool->reserved = 0;
-    }
+    give_back(memory->pool, round_up(memory->size, 512));
 }
 
 static void free_of_device(struct object *object, void *data) {
@@ -133,6 +171,10 @@ static void retire_of_device(struct object *object, void *data) {
 /* "Explicitly destroys and cleans up all resources associated with the current device in the current process": CUDA Driver
  * API, Primary Context Management, cuDevicePrimaryCtxReset. */
 void pools_reset(uint32_t device) {
+    for (struct pending *each = pendings; each != NULL; each = each->next) {
+        each->due_ns = each->pool->base.device == device ? 0 : each->due_ns;
+    }
+    free_due(NULL);
     objects_each(MEMORY, free_of_device, &device);
     objects_each(POOL, retire_of_device, &device);
     default_pool[device] = NULL;
@@ -151,7 +193,7 @@ CUresult model_cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStr
         return graph_capture_alloc(stream, context->base.device, bytesize, dptr);
     }
     objects_lock();
-    CUresult result = allocate(dptr, bytesize, current_of(context->base.device));
+    CUresult result = allocate(dptr, bytesize, current_of(context->base.device), stream);
     objects_unlock();
     return result;
 }
@@ -166,7 +208,7 @@ CUresult model_cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmem
     objects_lock();
     struct pool *known = (struct pool *)object_find_handle(pool, POOL);
     if (known != NULL && stream->capture == NULL) {
-        result = allocate(dptr, bytesize, known);
+        result = allocate(dptr, bytesize, known, stream);
     }
     objects_unlock();
     return known != NULL && stream->capture != NULL ? graph_capture_alloc(stream, known->base.device, bytesize, dptr) : result;
@@ -213,6 +255,7 @@ CUresult model_cuMemPoolTrimTo(CUmemoryPool pool, size_t minBytesToKeep) {
 }
 
 static CUresult attribute(struct pool *pool, CUmemPool_attribute attr, void *value, int set) {
+    free_due(NULL);
     uint64_t *number;
     switch (attr) {
     case CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES:

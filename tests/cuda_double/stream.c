@@ -71,6 +71,11 @@ void stream_work(struct stream *stream, uint64_t nanoseconds) {
     __atomic_fetch_add(&use->busy_ns, nanoseconds, __ATOMIC_RELAXED);
 }
 
+uint64_t stream_busy_until(const struct stream *stream) {
+    uint64_t ends = time_on() ? 0 : __atomic_load_n(&stream->busy_until, __ATOMIC_RELAXED);
+    return ends > now_ns() ? ends : 0;
+}
+
 static CUresult create(CUstream *handle, unsigned int flags, int priority) {
     struct context *context;
     NEED(handle != NULL && (flags & ~1u) == 0);

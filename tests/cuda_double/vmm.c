@@ -5,6 +5,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#define SMALLEST (UINT64_C(64) << 10) /* granule, of any device */
+
 struct physical {
     struct object base;
     uint64_t size;
@@ -53,9 +55,12 @@ static void free_when_unused(struct physical *physical) {
 
 CUresult model_cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *prop,
                                              CUmemAllocationGranularity_flags option) {
+    uint32_t index;
+    int on_device;
     (void)option;
     NEED(granularity != NULL && prop != NULL);
-    *granularity = GRANULE;
+    TRY(location_index(&prop->location, &index, &on_device));
+    *granularity = granule(index);
     return CUDA_SUCCESS;
 }
 
@@ -63,9 +68,10 @@ CUresult model_cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, co
                            unsigned long long flags) {
     uint32_t index;
     int on_device;
-    NEED(handle != NULL && prop != NULL && size > 0 && size % GRANULE == 0 && flags == 0);
+    NEED(handle != NULL && prop != NULL && size > 0 && flags == 0);
     NEED(prop->type == CU_MEM_ALLOCATION_TYPE_PINNED);
     TRY(location_index(&prop->location, &index, &on_device));
+    NEED(size % granule(index) == 0);
     objects_lock();
     if (on_device) {
         CUresult result = charge(index, SIM_CUDA_MEMORY_PHYSICAL, size);
@@ -113,12 +119,12 @@ CUresult model_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle,
 CUresult model_cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_t alignment, CUdeviceptr addr,
                                    unsigned long long flags) {
     (void)addr; /* a hint, which the driver need not follow */
-    NEED(ptr != NULL && size > 0 && size % GRANULE == 0 && flags == 0);
+    NEED(ptr != NULL && size > 0 && size % SMALLEST == 0 && flags == 0);
     NEED((alignment & (alignment - 1)) == 0);
     struct reservation *reservation = calloc(1, sizeof(*reservation));
     reservation->size = size;
     objects_lock();
-    *ptr = address_take(size, alignment > GRANULE ? alignment : GRANULE);
+    *ptr = address_take(size, alignment > ALIGNMENT ? alignment : ALIGNMENT);
     object_add(&reservation->base, RESERVATION, *ptr);
     objects_unlock();
     return CUDA_SUCCESS;
@@ -161,13 +167,14 @@ static void cover(struct object *object, void *data) {
 CUresult model_cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
                         unsigned long long flags) {
     CUresult result = CUDA_ERROR_INVALID_VALUE;
-    NEED(size > 0 && size % GRANULE == 0 && offset % GRANULE == 0 && ptr % GRANULE == 0 && flags == 0);
+    NEED(size > 0 && flags == 0);
     objects_lock();
     struct physical *physical = physical_of(handle);
+    uint64_t unit = physical == NULL ? SMALLEST : granule(physical->base.device);
     struct span reserved = {.address = ptr, .size = size}, taken = {.address = ptr, .size = size, .inside = 1};
     objects_each(RESERVATION, inside, &reserved);
     objects_each(MAPPING, cover, &taken);
-    if (physical != NULL && offset <= physical->size && size <= physical->size - offset && reserved.inside && taken.inside &&
+    if (physical != NULL && size % unit == 0 && offset % unit == 0 && ptr % unit == 0 && offset <= physical->size && size <= physical->size - offset && reserved.inside && taken.inside &&
         taken.covered == 0) {
         struct mapping *mapping = calloc(1, sizeof(*mapping));
         mapping->size = size;

@@ -14,6 +14,7 @@ import pytest
 from agent.vgpu.contexts import context_bytes
 from tests.cuda_double.program import Program, program
 from tests.gpu.filling import HELPERS
+from tests.gpu.kernels import WORK
 from tests.gpu.limits import MIB
 from tests.gpu.rig import Rig
 
@@ -23,6 +24,9 @@ PIECE = 64  # MiB
 STEP = 32  # MiB: pools grow by so much at a time on the GPUs of today
 MODULES = 64
 RESERVED_BY_GRAPHS, RESERVED_BY_POOL = 2, 5  # CU_GRAPH_MEM_ATTR_, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
+USED_OF_POOL = 7  # CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+# A kernel of some hundred milliseconds: by its rounds on a GPU, by its name on the double.
+ROUNDS, BUSY = 1 << 24, "work_300ms"
 ASK = """
 def reserved(symbol, of, attribute):
     value = u64()
@@ -97,6 +101,32 @@ async def test_a_trimmed_pool_keeps_what_is_allocated_and_no_more(rig: Rig) -> N
     before, after = await anyio.to_thread.run_sync(_reserved_by_a_trimmed_pool, rig)
     assert before >= 4 * PIECE * MIB
     assert PIECE * MIB <= after <= (PIECE + STEP) * MIB
+
+
+def _used_behind_a_busy_stream(rig: Rig) -> tuple[bool, int, int]:
+    """Whether a stream was at work yet when a pool was asked; bytes in use of it then, and afterwards."""
+    ask = f"reserved('cuMemPoolGetAttribute', u64(pool), {USED_OF_POOL})"
+    with _started(rig) as app:
+        app("init()", "pool = out('cuDeviceGetDefaultMemPool', 0)", "stream = out('cuStreamCreate', 1)")
+        app(f"module = u64(out('cuModuleLoadData', {WORK.replace('work', BUSY).encode()!r}))")
+        app(f"kernel = out('cuModuleGetFunction', module, {BUSY.encode()!r})")
+        app(f"at, words = u64(), ctypes.c_uint32({ROUNDS})")
+        app(f"at.value = out('cuMemAllocAsync', size({PIECE} * MIB), u64(stream))")
+        app("given = (ctypes.c_void_p * 2)(ctypes.addressof(at), ctypes.addressof(words))")
+        app("check('cuLaunchKernel', u64(kernel), 1, 1, 1, 32, 1, 1, 0, u64(stream), given, None)")
+        app("check('cuMemFreeAsync', at, u64(stream))")
+        meanwhile: int = app(ask)
+        busy: bool = app("call('cuStreamQuery', u64(stream)) == 600")
+        app("check('cuStreamSynchronize', u64(stream))")
+        afterwards: int = app(ask)
+    return busy, meanwhile, afterwards
+
+
+async def test_memory_that_a_stream_has_not_freed_yet_counts_as_used(rig: Rig) -> None:
+    busy, meanwhile, afterwards = await anyio.to_thread.run_sync(_used_behind_a_busy_stream, rig)
+    assert busy, "the kernel is too short to look beside it"
+    assert meanwhile >= PIECE * MIB
+    assert afterwards == 0
 
 
 def _free_around_modules(rig: Rig) -> list[int]:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from agent.simulator.machine import SimulatedMachine
@@ -39,8 +39,22 @@ class NodeView:
     taints: frozenset[str]  # keys
 
 
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A device of a container's claim, by PodResources."""
+
+    claim: str
+    device: str
+    share: str | None
+
+
 class Rig(Protocol):
     """One node with its kubelet, its simulated GPUs and the agent under test."""
+
+    node_name: str
+    kubelet_root: Path
+    cdi_folder: Path
+    wiping_seconds: float  # from the end of a DRA driver to that of its slices
 
     # The machine under the agent, for faults and for what is true about its GPUs.
     machine: SimulatedMachine
@@ -154,3 +168,16 @@ class Rig(Protocol):
 
     async def container_pid(self, pod: PodSpec, container: str) -> int:
         """PID of a process of a running container, as the agent can look it up; the same one each time."""
+
+    # Claims (DRA).
+    async def create_resource(self, kind: str, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Create an object of resource.k8s.io/v1, to be deleted after the scenario; as the API stored it."""
+
+    async def resources(self, kind: str) -> Sequence[Mapping[str, Any]]:
+        """All objects of that kind; of the namespace `default` where they have one."""
+
+    async def annotate_pod(self, pod: PodSpec, key: str, value: str) -> None:
+        """Set an annotation of a pod."""
+
+    async def claimed(self, pod: PodSpec, container: str) -> Sequence[Claimed]:
+        """Devices of a container's claims by the kubelet's PodResources `Get`."""

@@ -42,12 +42,12 @@ default_message_pool.register_message("pluginregistration", "InfoRequest", InfoR
 class PluginInfo(betterproto2.Message):
     type: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     """
-    "DevicePlugin" here.
+    "DevicePlugin" or "DRAPlugin".
     """
 
     name: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
     """
-    The resource name.
+    The resource name, or the driver's.
     """
 
     endpoint: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)

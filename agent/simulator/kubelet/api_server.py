@@ -14,6 +14,8 @@ import structlog
 from agent.kit.cell import Cell
 
 from .pod_specs import Phase, PodSpec
+from .resource_control import ClaimControl
+from .resource_objects import ResourceObjects
 
 logger = structlog.get_logger()
 CONFIG = "kubernetes.io/config"
@@ -37,6 +39,9 @@ class Pod:
     admitted: bool = False
     # Annotations written since it was created.
     written: dict[str, str] = field(default_factory=dict)
+    # Names of its claims by their names in the pod, and why the last try to prepare them failed.
+    claims: dict[str, str] = field(default_factory=dict)
+    claims_fault: str = ""
 
     @property
     def api_uid(self) -> str:
@@ -84,6 +89,8 @@ class Api:
         self.pods: dict[tuple[str, str], Pod] = {}
         self.manifests: dict[tuple[str, str], Pod] = {}  # static pods, known to the kubelet alone
         self.changes = Cell(0)
+        self.resources = ResourceObjects(self.changed)
+        self._control = ClaimControl(self.resources, node_name)
         self._rng = rng
         self._created = 0
         self._observers: list[NodeObserver] = []
@@ -121,6 +128,7 @@ class Api:
         self._created += 1
         here = self.node_name if spec.node_name or spec.static else None
         pod = Pod(spec, uid.hex if spec.static else str(uid), self._created, here)
+        pod.claims = self._control.make(spec, pod.uid)
         (self.manifests if spec.static else self.pods)[spec.key] = pod
         self.changed()
         return pod
@@ -176,6 +184,15 @@ class Api:
         pod.node_name, pod.reason, pod.message = self.node_name, "", ""
         logger.debug("pod_bound", pod=f"{pod.spec.namespace}/{pod.spec.name}")
         self.changed()
+
+    def allocate_claims(self, pod: Pod) -> str:
+        """Allocate and reserve all claims of a pod, or none; why not, or nothing."""
+        return self._control.allocate(pod.spec, pod.uid, pod.claims) if pod.claims else ""
+
+    def release_claims(self) -> None:
+        """Free claims whose pods run no more or are gone, as the controllers do."""
+        alive = {pod.uid for pod in self.pods.values() if not pod.phase.finished}
+        self._control.release(alive, {pod.uid for pod in self.pods.values()})
 
     def pods_of_the_kubelet(self) -> list[Pod]:
         """The kubelet's input: its manifests, then the pods that are bound to it, oldest first."""

@@ -48,10 +48,14 @@ class Runtime:
     nvidia_nodes: Mapping[str, str] | None = None
 
     def create(
-        self, container: ContainerSpec, responses: Collection[ContainerAllocateResponse]
+        self,
+        container: ContainerSpec,
+        responses: Collection[ContainerAllocateResponse],
+        claimed: Collection[str] = (),
     ) -> ContainerView:
-        """Blocks on the CDI files. Raises ContainerRefused."""
+        """Blocks on the CDI files; `claimed`: CDI devices of its claims. Raises ContainerRefused."""
         view = _merge(responses)
+        view.cdi_devices = tuple(dict.fromkeys((*view.cdi_devices, *claimed)))
         view.env |= container.env
         if view.cdi_devices:
             self._inject(view)

@@ -30,13 +30,14 @@ from .workers import Containers
 
 logger = structlog.get_logger()
 LONGEST_SOCKET_PATH = 107  # bytes, a limit of the kernel
-Face = Literal["1.36", "1.33"]
+Face = Literal["1.37", "1.36", "1.33"]
 
 
 class EmbeddedKubelet:
     """A node of its own. Everything happens inside `running()`.
 
-    `root` becomes the kubelet's root folder. `pod_resources_face`: "1.33" also lists finished pods.
+    `root` becomes the kubelet's root folder. `pod_resources_face`: "1.33" also lists finished pods, "1.37"
+    knows v1 of the health of DRA devices.
     `status_tick`: seconds between copies of the device counts into the node's status. `seed` decides
     every random choice. `nvidia_nodes`: device node by GPU UUID, where the container runtime is to obey
     NVIDIA_VISIBLE_DEVICES as NVIDIA's does. `cdi_folder`: default `<root>/cdi`.
@@ -69,6 +70,7 @@ class EmbeddedKubelet:
             timings=replace(timings or Timings(), status_tick=status_tick),
             rng=rng,
             lists_finished_pods=pod_resources_face == "1.33",
+            knows_health_v1=pod_resources_face == "1.37",
             on_list=[],
         )
         self.scheduler = Scheduler(self.api, self._machine.timings.scheduling)
@@ -155,6 +157,10 @@ class EmbeddedKubelet:
     def known_devices(self, resource: str) -> int:
         """Devices that the kubelet itself knows as healthy; the node's status may have been patched ahead."""
         return len(self._life.devices.tables.healthy.get(resource, ())) if self._life else 0
+
+    def device_health(self, driver: str, pool: str, device: str) -> tuple[int, str] | None:
+        """Verdict (0 unknown, 1 healthy, 2 unhealthy) and message that a DRA driver gave of its device."""
+        return self._life.drivers.health.get((driver, pool, device)) if self._life else None
 
     def observing_node(self, observer: NodeObserver) -> AbstractContextManager[None]:
         """Call `observer(capacity, allocatable)` at every change of the node's status."""

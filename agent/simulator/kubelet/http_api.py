@@ -14,7 +14,18 @@ import anyio
 from aiohttp import web
 
 from .api_server import Api, Pod
-from .http_objects import Object, container, line, merge, namespace, status_text, without_version
+from .http_objects import (
+    Object,
+    claims_of_spec,
+    claims_of_status,
+    container,
+    line,
+    merge,
+    namespace,
+    status_text,
+    without_version,
+)
+from .http_resources import ResourcesApi
 from .http_scheduling import SchedulingApi
 from .http_serving import serving
 from .pod_specs import Phase
@@ -36,6 +47,7 @@ class HttpApi:
         self.events: list[Object] = []
         self.conditions: dict[str, Object] = {}
         self.namespaces: dict[str, dict[str, str]] = {}  # those with labels, which they are asked for by
+        self.resources = ResourcesApi(api, self._collection)
         self.port = 0
         # Faults: what is awaited in place of each request's handler; collections ("nodes", "pods") whose
         # watches stay open and bring nothing.
@@ -64,6 +76,7 @@ class HttpApi:
                 web.patch(events + "/{name}", self._patch_event),
                 web.post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self._review),
                 *SchedulingApi(self._api).routes(),
+                *self.resources.routes(),
             ]
         )
         async with serving(app, path) as self.port:
@@ -160,6 +173,7 @@ class HttpApi:
                 "hostPID": spec.host_pid,
                 "initContainers": [container(each) for each in spec.init_containers],
                 "containers": [container(each) for each in spec.containers],
+                **claims_of_spec(spec),
             },
             "status": {
                 "phase": str(pod.phase),
@@ -170,6 +184,7 @@ class HttpApi:
                     {"name": each.name, "containerID": f"containerd://{pod.container_id(each.name)}"}
                     for each in (spec.containers if pod.phase is Phase.RUNNING else ())
                 ],
+                **claims_of_status(pod.claims),
             },
         }
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .pod_specs import ContainerSpec
+from .pod_specs import ContainerSpec, PodSpec
 
 Object = dict[str, Any]
 
@@ -13,6 +13,8 @@ def container(spec: ContainerSpec) -> Object:
     """A container of a pod's spec."""
     limits = {resource: str(count) for resource, count in spec.limits.items()}
     found: Object = {"name": spec.name, "resources": {"limits": limits, "requests": limits}}
+    if spec.claims:
+        found["resources"]["claims"] = [{"name": each} for each in spec.claims]
     return {**found, "restartPolicy": "Always"} if spec.restartable else found
 
 
@@ -43,3 +45,21 @@ def status_text(code: int, message: str) -> str:
 def line(event: Object) -> bytes:
     """One event of a watch."""
     return json.dumps(event).encode() + b"\n"
+
+
+def claims_of_spec(spec: PodSpec) -> Object:
+    """The claims of a pod's spec; a template bears the name that the pod gives its claim."""
+    if not spec.claims:
+        return {}
+    claims = (
+        {"name": each.name}
+        | ({"resourceClaimName": each.claim} if each.claim else {"resourceClaimTemplateName": each.name})
+        for each in spec.claims
+    )
+    return {"resourceClaims": list(claims)}
+
+
+def claims_of_status(names: Mapping[str, str]) -> Object:
+    """The names of a pod's claims, by their names in the pod."""
+    statuses = [{"name": name, "resourceClaimName": claim} for name, claim in names.items()]
+    return {"resourceClaimStatuses": statuses} if statuses else {}

@@ -18,6 +18,8 @@ from anyio.abc import TaskGroup
 from agent._proto.v1beta1 import Device
 
 from .api_server import Api, Pod
+from .claim_plugins import HEALTH_SERVICES, ClaimPlugins
+from .claims import ClaimManager
 from .containers import Runtime
 from .device_tables import Tables
 from .devices import AdmissionRefused, DeviceManager
@@ -25,7 +27,7 @@ from .grpc_peer import serving
 from .pod_specs import Phase
 from .podresources_server import PodResourcesServer
 from .registration import Plugins, RegistrationServer
-from .registry import RegistryWatcher
+from .registry import DEVICE_PLUGIN, DRA_PLUGIN, RegistryWatcher
 from .timings import Timings
 from .workers import Containers, PodWorkers
 
@@ -75,6 +77,7 @@ class Machine:
     timings: Timings
     rng: random.Random
     lists_finished_pods: bool
+    knows_health_v1: bool
     on_list: list[ListObserver]
 
 
@@ -83,18 +86,35 @@ class Life:
 
     def __init__(self, machine: Machine, group: TaskGroup) -> None:
         self._machine = machine
+        self._group = group
         self._api = machine.api
         self._timings = machine.timings
         self._pods: dict[str, Pod] = {}  # taken up, by UID, in that order
         self._ending: set[str] = set()  # UIDs of those whose processes have still to end
+        self._unpreparing: set[str] = set()  # UIDs of those that have still to give up their claims
         tables = Tables()
         self.devices = DeviceManager(
             machine.folders.device_plugins, machine.timings, machine.rng, self._active, tables
         )
         self._plugins = Plugins(group, tables, machine.timings, self._list_received)
-        self._registry = RegistryWatcher(machine.folders.registry, self._plugins, group, machine.timings)
+        health = HEALTH_SERVICES[0 if machine.knows_health_v1 else 1 :]
+        self.drivers = ClaimPlugins(group, machine.api, machine.timings, health)
+        self._claims = ClaimManager(machine.folders.root, machine.api, self.drivers)
+        self._registry = RegistryWatcher(
+            machine.folders.registry,
+            {DEVICE_PLUGIN: self._plugins, DRA_PLUGIN: self.drivers},
+            group,
+            machine.timings,
+        )
         self._workers = PodWorkers(
-            group, machine.api, self.devices, machine.runtime, machine.containers, machine.timings
+            group,
+            machine.api,
+            self.devices,
+            self._claims,
+            machine.runtime,
+            machine.containers,
+            machine.timings,
+            machine.rng,
         )
         self._to_save = anyio.Event()
 
@@ -106,13 +126,16 @@ class Life:
         async with anyio.create_task_group() as group, AsyncExitStack() as stack:
             life = cls(machine, group)
             stack.callback(life._plugins.close)
+            stack.callback(life.drivers.close)
             known = await life.devices.load()
+            await life._claims.load()
             if not known:  # no checkpoint: the node is new, whatever the API remembers of it
                 none = dict.fromkeys(machine.api.capacity, 0)
                 machine.api.set_node_status(none, none)
             folders = machine.folders
             lister = PodResourcesServer(
                 life.devices,
+                life._claims,
                 life._taken_up,
                 machine.lists_finished_pods,
             )
@@ -121,6 +144,7 @@ class Life:
             await stack.enter_async_context(serving(folders.device_plugins / SOCKET, register))
             for task in (life._registry.run, life._sync, life._report, life._save):
                 group.start_soon(task)
+            group.start_soon(life._claims.reconcile, life._active_or_ending)
             try:
                 yield life
             finally:
@@ -128,6 +152,9 @@ class Life:
 
     def _active(self) -> set[str]:
         return {uid for uid, pod in self._pods.items() if not pod.phase.finished}
+
+    def _active_or_ending(self) -> set[str]:
+        return self._active() | self._unpreparing
 
     def _taken_up(self) -> list[Pod]:
         return list(self._pods.values())
@@ -188,9 +215,7 @@ class Life:
             self.devices.sources_ready = True
             for pod in self._api.pods_of_the_kubelet():
                 if pod.deleting and self._has_ended(pod):
-                    self._pods.pop(pod.uid, None)
-                    self._workers.terminate(pod)
-                    self._api.remove(pod)
+                    self._end(pod)
             self._api.mirror_static_pods()
             await self._api.changes.wait_change(seen)
             await anyio.sleep(self._timings.watch)
@@ -205,7 +230,30 @@ class Life:
             if pod.deleting and all(each.get(pod.spec.key) is not pod for each in known):
                 del self._pods[pod.uid]
                 left = pod.deleted_at + pod.spec.grace - anyio.current_time()
-                asyncio.get_running_loop().call_later(max(0.0, left), self._workers.terminate, pod)
+                self._unpreparing.add(pod.uid)
+                asyncio.get_running_loop().call_later(max(0.0, left), self._end_removed, pod)
+
+    def _end_removed(self, pod: Pod) -> None:
+        self._unpreparing.discard(pod.uid)
+        self._end(pod)
+
+    def _end(self, pod: Pod) -> None:
+        """End a deleted pod's processes; the object goes once its claims are unprepared."""
+        self._workers.terminate(pod)
+        if not self._claims.holds(pod.uid):
+            self._remove(pod)
+        elif pod.uid not in self._unpreparing and not self._group.cancel_scope.cancel_called:
+            self._unpreparing.add(pod.uid)
+            self._group.start_soon(self._unprepare, pod)
+
+    async def _unprepare(self, pod: Pod) -> None:
+        await self._workers.unprepare(pod)
+        self._remove(pod)
+
+    def _remove(self, pod: Pod) -> None:
+        self._unpreparing.discard(pod.uid)
+        self._pods.pop(pod.uid, None)
+        self._api.remove(pod)
 
     def _has_ended(self, pod: Pod) -> bool:
         """Whether a deleted pod's processes have had their time to end; one that does not run needs none."""

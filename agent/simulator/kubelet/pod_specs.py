@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Phase(StrEnum):
@@ -20,6 +21,15 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class PodClaim:
+    """A claim of a pod (DRA), by its name in the pod: one that exists, or one made from a spec."""
+
+    name: str
+    claim: str = ""
+    template: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ContainerSpec:
     """One container; `limits` counts whole units of extended resources."""
 
@@ -32,6 +42,7 @@ class ContainerSpec:
     exits: bool = False
     # Seconds that a container runs which ends by itself: a plain init container, or one that `exits`.
     seconds: float = 0.0
+    claims: tuple[str, ...] = ()  # by their names in the pod
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,7 @@ class PodSpec:
     static: bool = False
     host_pid: bool = False
     grace: float = 0.0  # seconds that its processes take to end once it is deleted
+    claims: tuple[PodClaim, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:

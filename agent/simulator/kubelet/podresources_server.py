@@ -13,6 +13,7 @@ from grpclib.exceptions import GRPCError
 from agent._proto import v1
 
 from .api_server import Pod
+from .claims import ClaimManager
 from .device_tables import NO_NUMA, Allocation
 from .devices import DeviceManager
 from .pod_specs import ContainerSpec
@@ -43,10 +44,12 @@ class PodResourcesServer(v1.PodResourcesListerBase):
     def __init__(
         self,
         devices: DeviceManager,
+        claims: ClaimManager,
         pods: Callable[[], list[Pod]],
         lists_finished_pods: bool,
     ) -> None:
         self._devices = devices
+        self._claims = claims
         self._pods = pods
         self._lists_finished = lists_finished_pods
         self._bucket = _TokenBucket()
@@ -102,6 +105,7 @@ class PodResourcesServer(v1.PodResourcesListerBase):
         return v1.ContainerResources(
             name=container.name,
             devices=[entry for r, allocation in held.items() for entry in _entries(r, allocation.by_numa)],
+            dynamic_resources=self._claims.dynamic_resources(pod, container),
         )
 
 

@@ -63,7 +63,7 @@ class Plugins:
             )
         return None if is_extended_resource(name) else f'the ResourceName "{name}" is invalid'
 
-    async def connect(self, name: str, socket: Path) -> None:
+    async def connect(self, name: str, socket: Path, versions: object = None) -> None:  # noqa: ARG002
         """Dial a plugin, ask for its options, follow its lists in the background. Raises CallFailed."""
         client = PluginClient(name, socket, self._timings)
         self._clients[name] = client
@@ -85,7 +85,7 @@ class Plugins:
         self.disconnect(client.resource)
         self._forget(client)
 
-    def disconnect(self, name: str) -> None:
+    def disconnect(self, name: str, socket: Path | None = None) -> None:  # noqa: ARG002  a fault, see above
         """Close whichever connection stands under that name; its devices turn unhealthy."""
         client = self._clients.pop(name, None)
         if client is not None:

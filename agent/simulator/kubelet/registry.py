@@ -6,9 +6,10 @@ own, failures retried with pauses that double.
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final, Protocol
 
 import anyio
 import anyio.to_thread
@@ -20,11 +21,24 @@ from agent._proto import pluginregistration as registration
 from .device_tables import CallFailed
 from .grpc_peer import UnixChannel
 from .plugin import translated
-from .registration import Plugins
 from .timings import Timings
 
 logger = structlog.get_logger()
-PLUGIN_TYPE = "DevicePlugin"
+DEVICE_PLUGIN: Final = "DevicePlugin"
+DRA_PLUGIN: Final = "DRAPlugin"
+
+
+class Handler(Protocol):
+    """Plugins of one type, by name and socket."""
+
+    def fault(self, name: str, versions: list[str]) -> str | None:
+        """The fault of a registration, in the kubelet's words."""
+
+    async def connect(self, name: str, socket: Path, versions: list[str]) -> None:
+        """Take a plugin up. Raises CallFailed."""
+
+    def disconnect(self, name: str, socket: Path) -> None:
+        """Forget a plugin."""
 
 
 @dataclass
@@ -33,7 +47,7 @@ class _Known:
 
     identity: tuple[int, int]
     busy: bool = False
-    name: str | None = None  # the resource, once registered
+    plugin: tuple[str, str, Path] | None = None  # type, name and socket of calls, once registered
     not_before: float = 0.0
     pause: float = field(default=0.0)
 
@@ -41,9 +55,12 @@ class _Known:
 class RegistryWatcher:
     """Keeps the registered plugins equal to the sockets that are there."""
 
-    def __init__(self, folder: Path, plugins: Plugins, group: TaskGroup, timings: Timings) -> None:
+    def __init__(
+        self, folder: Path, handlers: Mapping[str, Handler], group: TaskGroup, timings: Timings
+    ) -> None:
+        """`handlers`: by type."""
         self._folder = folder
-        self._plugins = plugins
+        self._handlers = handlers
         self._group = group
         self._timings = timings
         self._known: dict[Path, _Known] = {}
@@ -61,13 +78,14 @@ class RegistryWatcher:
         for path, known in tuple(self._known.items()):
             if found.get(path) != known.identity and not known.busy:
                 del self._known[path]
-                if known.name is not None:
-                    logger.info("plugin_socket_gone", resource=known.name, socket=str(path))
-                    self._plugins.disconnect(known.name)
+                if known.plugin is not None:
+                    kind, name, socket = known.plugin
+                    logger.info("plugin_socket_gone", resource=name, socket=str(path))
+                    self._handlers[kind].disconnect(name, socket)
         now = anyio.current_time()
         for path, identity in found.items():
             known = self._known.setdefault(path, _Known(identity))
-            if known.name is None and not known.busy and now >= known.not_before:
+            if known.plugin is None and not known.busy and now >= known.not_before:
                 known.busy = True
                 self._group.start_soon(self._register, path, known)
         if not any(known.busy for known in self._known.values()):
@@ -75,7 +93,7 @@ class RegistryWatcher:
 
     async def _register(self, path: Path, known: _Known) -> None:
         try:
-            known.name = await self._introduce(path)
+            known.plugin = await self._introduce(path)
         except CallFailed as error:
             shortest, longest = self._timings.registry_retry, self._timings.registry_retry_longest
             known.pause = min(longest, known.pause * 2 or shortest)
@@ -88,8 +106,8 @@ class RegistryWatcher:
             if not any(each.busy for each in self._known.values()):
                 self.first_pass_done.set()
 
-    async def _introduce(self, path: Path) -> str:
-        """GetInfo, check, connect, notify; the resource name. Raises CallFailed."""
+    async def _introduce(self, path: Path) -> tuple[str, str, Path]:
+        """GetInfo, check, connect, notify; type, name and socket of the plugin. Raises CallFailed."""
         channel = UnixChannel(path, authority=None)
         try:
             try:
@@ -100,9 +118,10 @@ class RegistryWatcher:
             with translated():
                 info = await stub.get_info(timeout=self._timings.get_info)
             fault = self._fault(info)
+            socket = Path(info.endpoint) if info.endpoint else path
             if fault is None:
                 try:
-                    await self._plugins.connect(info.name, Path(info.endpoint) if info.endpoint else path)
+                    await self._handlers[info.type].connect(info.name, socket, info.supported_versions)
                 except CallFailed as error:
                     fault = f"plugin registration failed with err: {error}"
             status = registration.RegistrationStatus(plugin_registered=fault is None, error=fault or "")
@@ -111,18 +130,18 @@ class RegistryWatcher:
                     await stub.notify_registration_status(status, timeout=self._timings.notify)
             except CallFailed:
                 if fault is None:
-                    self._plugins.disconnect(info.name)
+                    self._handlers[info.type].disconnect(info.name, socket)
                 raise
             if fault:
                 raise CallFailed(fault)
-            return info.name
+            return info.type, info.name, socket
         finally:
             channel.close()
 
     def _fault(self, info: registration.PluginInfo) -> str | None:
-        if info.type != PLUGIN_TYPE:
+        if info.type not in self._handlers:
             return f"no handler registered for plugin type: {info.type}"
-        fault = self._plugins.fault(info.name, info.supported_versions)
+        fault = self._handlers[info.type].fault(info.name, info.supported_versions)
         return fault and f"plugin validation failed with err: {fault}"
 
 

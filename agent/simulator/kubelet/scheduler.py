@@ -1,4 +1,4 @@
-"""A scheduler for one node: it counts totals, and asks an extender where there is one."""
+"""A scheduler for one node: it counts totals, allocates claims, and asks an extender where there is one."""
 
 import anyio
 import structlog
@@ -24,12 +24,14 @@ class Scheduler:
         while True:
             seen = await self._api.changes.wait_change(seen)
             await anyio.sleep(self._latency)
+            self._api.release_claims()
             waiting = [pod for pod in self._api.pods.values() if pod.node_name is None and not pod.deleting]
             for pod in sorted(waiting, key=lambda each: each.sequence):
                 await self._consider(pod)
 
     async def _consider(self, pod: Pod) -> None:
-        if why := self._unfit(pod) or (self.extender and await self.extender.refuses(pod)):
+        why = self._unfit(pod) or (self.extender and await self.extender.refuses(pod))
+        if why := why or self._api.allocate_claims(pod):
             message = f"0/1 nodes are available: {why}."
             if (pod.reason, pod.message) != (UNSCHEDULABLE, message):
                 pod.reason, pod.message = UNSCHEDULABLE, message

@@ -28,6 +28,11 @@ class Timings:
     dial: float = 10.0
     pre_start: float = 30.0
     container_retry: float = 10.0  # between tries to start a container; the first retry comes at once
+    prepare: float = 45.0  # of NodePrepareResources and NodeUnprepareResources
+    resync: float = 60.0  # until a pod is looked at again, half of it longer at most: nothing is due sooner
+    terminate_retry: float = 10.0  # the same of a pod that could not be ended
+    wiping: float = 30.0  # from the end of a DRA driver's connection until its slices are deleted
+    health_retry: float = 5.0  # between two tries to follow the health of a driver's devices
     endpoint_grace: float = 300.0  # from the end of a plugin until its resource counts 0
     # Only `endpoint_grace` is measured by this clock, so that five minutes need not pass.
     clock: Callable[[], float] = time.monotonic

@@ -1,6 +1,7 @@
 """The pod workers: one task per admitted pod that starts its containers, and what the runtime has running."""
 
 import math
+import random
 from dataclasses import dataclass, field
 
 import anyio
@@ -10,6 +11,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from .api_server import Api, Pod
+from .claims import ClaimManager
 from .containers import ContainerRefused, ContainerView, Runtime
 from .device_tables import CallFailed
 from .devices import AdmissionRefused, DeviceManager
@@ -62,16 +64,20 @@ class PodWorkers:
         group: TaskGroup,
         api: Api,
         devices: DeviceManager,
+        claims: ClaimManager,
         runtime: Runtime,
         containers: Containers,
         timings: Timings,
+        rng: random.Random,
     ) -> None:
         self._group = group
         self._api = api
         self._devices = devices
+        self._claims = claims
         self._runtime = runtime
         self._containers = containers
         self._timings = timings
+        self._rng = rng
         self._scopes: dict[str, anyio.CancelScope] = {}
 
     def start(self, pod: Pod) -> None:
@@ -85,8 +91,43 @@ class PodWorkers:
             scope.cancel()
         self._containers.forget(pod.uid)
 
+    async def unprepare(self, pod: Pod) -> None:
+        """Give up the claims of a pod whose containers have ended, however many tries that takes."""
+        while self._claims.holds(pod.uid):
+            try:
+                await self._claims.unprepare(pod.uid)
+            except CallFailed as error:
+                logger.info("unprepare_failed", pod=pod.spec.name, error=str(error))
+                await anyio.sleep(self._jittered(self._timings.terminate_retry))
+
+    async def _prepare(self, pod: Pod) -> None:
+        """Wait until the pod's claims are prepared.
+
+        An error ends the try and is dropped (kubernetes #139836): the next one comes with the pod's resync,
+        or when somebody has changed the pod.
+        """
+        while True:
+            seen = dict(pod.written)
+            try:
+                await self._claims.prepare(pod)
+            except CallFailed as error:
+                pod.claims_fault = f"Failed to prepare dynamic resources: prepare dynamic resources: {error}"
+                logger.info("prepare_failed", pod=pod.spec.name, error=str(error))
+            else:
+                pod.claims_fault = ""
+                return
+            self._api.changed()
+            with anyio.move_on_after(self._jittered(self._timings.resync)):
+                while pod.written == seen:
+                    await self._api.changes.wait_change(self._api.changes.version)
+
+    def _jittered(self, seconds: float) -> float:
+        return seconds * (1 + self._rng.random() / 2)
+
     async def _run(self, pod: Pod, scope: anyio.CancelScope) -> None:
         with scope:
+            if pod.claims and not any(uid == pod.uid for uid, _ in self._containers.views):
+                await self._prepare(pod)
             for container in pod.spec.init_containers:
                 if (pod.uid, container.name) not in self._containers.views:
                     await self._start(pod, container, ends=not container.restartable)
@@ -100,6 +141,7 @@ class PodWorkers:
                 for container in pod.spec.containers:
                     await self._containers.ended(pod.uid, container.name)
                 self._containers.end(pod.uid)
+                await self.unprepare(pod)
                 self._set_phase(pod, Phase.SUCCEEDED)
 
     async def _start(self, pod: Pod, container: ContainerSpec, *, ends: bool) -> None:
@@ -109,7 +151,8 @@ class PodWorkers:
                 await self._devices.pre_start(pod.uid, container)
                 await self._allocate_what_is_missing(pod, container)
                 responses = self._devices.responses(pod.uid, container.name)
-                view = await anyio.to_thread.run_sync(self._runtime.create, container, responses)
+                claimed = self._claims.cdi_devices(pod, container)
+                view = await anyio.to_thread.run_sync(self._runtime.create, container, responses, claimed)
                 await anyio.lowlevel.checkpoint_if_cancelled()  # the thread cannot be: its pod may be gone
             except (CallFailed, AdmissionRefused) as error:
                 self._wait(pod, container, "CreateContainerConfigError", str(error))

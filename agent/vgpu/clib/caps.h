@@ -104,6 +104,7 @@ void gna_charged(int record, uint64_t *used, uint64_t *limit); /* of the contain
 uint64_t gna_sum_of_slots(unsigned record);
 void gna_context_charged(int record, int64_t bytes);
 void gna_export_charged(int record, int64_t granules); /* of what is charged already */
+void gna_movable_charged(int64_t bytes); /* likewise, of memory that need not stay on the GPU */
 void gna_ledger_forget(void);
 
 /* --- memory.c --------------------------------------------------------------------------------------------- */

@@ -185,7 +185,7 @@ struct gna_usage_slot {
     uint8_t reserved_a[4];   /* 44 */
     uint64_t unheld_ns;      /* 48  CLOCK_BOOTTIME of the first look that found the lock gone and the process there; 0: none */
     uint32_t exported[GNA_MAX_DEVICES]; /* 56  of what is charged, granules of 2 MiB that were exported by legacy handles */
-    uint8_t reserved_b[8];   /* 120 */
+    uint64_t movable;        /* 120  bytes charged for memory that the driver may keep on the host and bring back; with a pool of it: more than there is */
     struct gna_usage_slot_device device[GNA_MAX_DEVICES]; /* 128 */
 };
 
@@ -231,6 +231,7 @@ GNA_AT(struct gna_usage_device, unmeasured, 280);
 GNA_SIZE(struct gna_usage_slot, 384);
 GNA_AT(struct gna_usage_slot, unheld_ns, 48);
 GNA_AT(struct gna_usage_slot, exported, 56);
+GNA_AT(struct gna_usage_slot, movable, 120);
 GNA_AT(struct gna_usage_slot, device, 128);
 GNA_AT(struct gna_usage, device, GNA_USAGE_DEVICES);
 GNA_AT(struct gna_usage, slot, GNA_USAGE_SLOTS);

@@ -138,6 +138,13 @@ void gna_export_charged(int record, int64_t granules) {
     }
 }
 
+void gna_movable_charged(int64_t bytes) {
+    struct gna_usage_slot *slot = gna_attach();
+    if (slot != NULL && gna_usage_sound()) {
+        __atomic_fetch_add(&slot->movable, (uint64_t)bytes, __ATOMIC_RELAXED);
+    }
+}
+
 void gna_charged(int record, uint64_t *used, uint64_t *limit) {
     struct gna_limit now;
     *used = 0;

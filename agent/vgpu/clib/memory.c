@@ -52,6 +52,12 @@ CUresult gna_reserve_hard(int record, uint64_t bytes) {
     return result;
 }
 
+static void count_movable(enum gna_kind kind, uint64_t bytes, int sign) {
+    if (kind == GNA_MANAGED) {
+        gna_movable_charged(sign * (int64_t)gna_round_up(bytes, bytes >= GNA_SMALL ? GNA_GRANULE : 512));
+    }
+}
+
 CUresult gna_charge(enum gna_kind kind, int record, uint64_t bytes) {
     if (record < 0) {
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -78,6 +84,7 @@ void gna_discharge(enum gna_kind kind, int record, uint64_t bytes) {
     if (record < 0) {
         return;
     }
+    count_movable(kind, bytes, -1);
     if (bytes >= GNA_SMALL) {
         gna_release(record, gna_round_up(bytes, GNA_GRANULE));
         return;
@@ -199,6 +206,7 @@ HOOK(cuMemAllocManaged)(CUdeviceptr *dptr, size_t bytesize, unsigned int flags) 
     if (result != CUDA_SUCCESS) {
         return result;
     }
+    count_movable(GNA_MANAGED, bytesize, 1);
     result = REAL(cuMemAllocManaged)(dptr, bytesize, flags);
     return settle(result, GNA_MANAGED, record, bytesize, *dptr);
 }

@@ -254,6 +254,9 @@ static void know(CUmemoryPool pool, CUdevice device) {
  * the GPU from which it is first asked for memory. */
 static void know_by_location(CUmemoryPool pool, const CUmemLocation *location, CUmemAllocationType kind) {
     int type = (int)location->type;
+    if (kind == CU_MEM_ALLOCATION_TYPE_MANAGED) {
+        gna_movable_charged(INT64_C(1) << 48); /* the driver does not say what of a pool is where */
+    }
     if (type == CU_MEM_LOCATION_TYPE_DEVICE) {
         know(pool, location->id);
     } else if (type == 6) {

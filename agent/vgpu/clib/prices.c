@@ -11,7 +11,7 @@
 #define HOPELESS 16u /* measurements in a row without one that came off: the driver gives no events */
 #define POLL 16u /* launches between two looks at what is finished */
 
-static _Atomic uint32_t failures; /* of measurements, in a row */
+static _Atomic uint32_t failures; /* to measure launches that went well, in a row */
 
 struct gna_price {
     _Atomic(const void *) key;
@@ -31,7 +31,7 @@ struct gna_sample {
     struct gna_price *price;
     uint32_t generation;
     int record, state;
-    bool failed; /* nothing is read from it */
+    bool failed; /* it has no events */
     uint64_t paid_ns;
     uint32_t launches; /* for which it stands */
 };
@@ -94,11 +94,11 @@ uint64_t gna_price_ns(struct gna_price *price) {
     return is_free ? 0 : atomic_load_explicit(&price->ns, memory_order_relaxed);
 }
 
-static bool measured(int record, CUresult result) {
-    if (result != CUDA_SUCCESS && atomic_fetch_add(&failures, 1) + 1 == HOPELESS) {
+/* A launch that fails by itself, as on a stream that is none, has the events fail, too, and says nothing of them. */
+static void unmeasured(int record) {
+    if (atomic_fetch_add(&failures, 1) + 1 == HOPELESS) {
         __atomic_fetch_add(&gna_usage->device[record].unmeasured, 1, __ATOMIC_RELAXED);
     }
-    return result == CUDA_SUCCESS;
 }
 
 /* The lock is held. */
@@ -150,9 +150,6 @@ static void take_in(const struct gna_sample *sample, uint64_t nanoseconds) {
     struct gna_readings *readings = &price->readings;
     uint32_t rivals = gna_share_rivals(sample->record);
     int64_t owed = (int64_t)(nanoseconds - sample->paid_ns);
-    if (sample->failed) {
-        return;
-    }
     atomic_store_explicit(&failures, 0, memory_order_relaxed);
     if (sample->generation != price->generation) {
         gna_share_settle(sample->record, owed); /* of a graph that was changed since */
@@ -175,10 +172,10 @@ static void read_ring(struct ring *ring) {
     while (ring->used > 0) {
         struct gna_sample *oldest = &ring->sample[ring->oldest];
         float milliseconds = 0;
-        if (oldest->state != PENDING || REAL(cuEventQuery)(oldest->end) != CUDA_SUCCESS) {
+        if (oldest->state != PENDING || (!oldest->failed && REAL(cuEventQuery)(oldest->end) != CUDA_SUCCESS)) {
             return;
         }
-        if (REAL(cuEventElapsedTime)(&milliseconds, oldest->begin, oldest->end) == CUDA_SUCCESS && milliseconds >= 0) {
+        if (!oldest->failed && REAL(cuEventElapsedTime)(&milliseconds, oldest->begin, oldest->end) == CUDA_SUCCESS && milliseconds >= 0) {
             take_in(oldest, (uint64_t)((double)milliseconds * 1e6));
         }
         oldest->state = FREE;
@@ -230,6 +227,13 @@ void gna_measure_read(void) {
     gna_leave(&lock);
 }
 
+static bool has_event(CUevent *event) {
+    if (*event == NULL && REAL(cuEventCreate)(event, CU_EVENT_DEFAULT) != CUDA_SUCCESS) {
+        *event = NULL;
+    }
+    return *event != NULL;
+}
+
 /* The lock is held. */
 static struct gna_sample *begin(struct gna_price *price, const struct gna_turn *turn) {
     struct ring *ring = ring_of_current(true);
@@ -241,15 +245,7 @@ static struct gna_sample *begin(struct gna_price *price, const struct gna_turn *
     if (ring->used == SAMPLES) {
         return NULL;
     }
-    if (sample->begin == NULL && !measured(turn->record, REAL(cuEventCreate)(&sample->begin, CU_EVENT_DEFAULT))) {
-        sample->begin = NULL;
-        return NULL;
-    }
-    if (sample->end == NULL && !measured(turn->record, REAL(cuEventCreate)(&sample->end, CU_EVENT_DEFAULT))) {
-        sample->end = NULL;
-        return NULL;
-    }
-    sample->failed = false;
+    sample->failed = !has_event(&sample->begin) || !has_event(&sample->end);
     sample->price = price;
     sample->generation = price->generation;
     sample->record = turn->record;
@@ -293,7 +289,7 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, c
     gna_sampling_next(sampling, &price->readings, gna_price_ns(price), number, turn->at_ns);
     gna_leave(&lock);
     if (sample != NULL) { /* this thread's alone until gna_measure_end; without the lock: a full stream makes its caller wait */
-        sample->failed = !measured(turn->record, REAL(cuEventRecord)(sample->begin, stream));
+        sample->failed = sample->failed || REAL(cuEventRecord)(sample->begin, stream) != CUDA_SUCCESS;
     }
     if (is_relaxed) {
         REAL(cuThreadExchangeStreamCaptureMode)(&mode);
@@ -303,13 +299,17 @@ struct gna_sample *gna_measure_begin(struct gna_price *price, CUstream stream, c
 
 void gna_measure_end(struct gna_sample *sample, CUstream stream, bool launched) {
     gna_enter(&lock);
-    CUevent end = sample->state == BEGUN ? sample->end : NULL;
+    bool is_begun = sample->state == BEGUN && !sample->failed;
+    CUevent end = sample->end;
     gna_leave(&lock);
-    bool is_recorded = end != NULL && measured(sample->record, REAL(cuEventRecord)(end, stream));
+    bool is_recorded = is_begun && launched && REAL(cuEventRecord)(end, stream) == CUDA_SUCCESS;
     gna_enter(&lock);
     if (sample->state == BEGUN && sample->end == end) { /* its context is not gone meanwhile */
-        sample->failed = sample->failed || !is_recorded || !launched; /* nothing is read from it */
+        sample->failed = !is_recorded;
         sample->state = PENDING;
+        if (launched && !is_recorded) {
+            unmeasured(sample->record);
+        }
     }
     gna_leave(&lock);
 }

@@ -115,6 +115,7 @@ static void fill(struct gna_usage_slot *slot, const struct gna_usage_slot *with)
     __atomic_store_n(&slot->namespace, with->namespace, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->image, with->image, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->launches, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->movable, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->held, with->held, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->unheld_ns, 0, __ATOMIC_RELAXED);
     gna_set_state(slot, with->state);

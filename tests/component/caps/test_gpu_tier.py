@@ -48,4 +48,4 @@ async def test_on_the_double(name: str, rig: Rig) -> None:
 
 
 def test_the_tier_has_tests() -> None:
-    assert len(PLAIN) == 15
+    assert len(PLAIN) == 16

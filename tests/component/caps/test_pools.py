@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.vgpu import layout
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.native import shared
 from tests.cuda_double.machine import MIB, CudaMachine
@@ -73,8 +74,31 @@ def test_pools_of_the_host_are_free_and_those_of_managed_memory_are_not(
     assert made.charged() == 512 * MIB
     assert program(f"take({way}(2, 2), 256)") == 0
     assert made.charged() == 768 * MIB
+    # What of such a pool lies where no call says: nothing of the container's charge is forgiven.
+    slots = made.usage.read_bytes()[layout.SLOTS_AT :][: layout.SLOT_BYTES]
+    assert layout.movable_bytes(slots) > 1 << 40
     assert program(f"take({way}(2, 2), 512)") == 2
     assert program(f"take({way}(1, 2), 4096)") == 0
+
+
+def test_memory_that_may_come_back_from_the_host_is_told_apart(
+    container: MakeContainer, programs: Programs
+) -> None:
+    """The agent forgives nothing of it."""
+    made = container(1024)
+
+    def movable() -> int:
+        return layout.movable_bytes(made.usage.read_bytes()[layout.SLOTS_AT :][: 8 * layout.SLOT_BYTES])
+
+    program = programs(made, "init()", "alloc(100)", "at = out('cuMemAllocManaged', size(65 * MIB), 1)")
+    assert movable() == 66 * MIB
+    program("small = out('cuMemAllocManaged', size(1000), 1)")
+    assert movable() == 66 * MIB + 1024
+    assert program("call('cuMemAllocManaged', ctypes.byref(u64()), size(2048 * MIB), 1)") == 2
+    program("free(at)", "fork('init()')", "os.wait()")
+    assert movable() == 1024
+    program("free(small)")
+    assert movable() == 0
 
 
 def test_destroyed_pool_stays_charged(

@@ -1,6 +1,9 @@
 """NVIDIA's own libcuda, without a GPU: a program that asks for an entry point gets the library's hook."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +15,10 @@ from clib.headers import PACKAGES, entry_points
 from clib.rules import rules
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.cuda_binaries import cudart, driver_library
+from tests.cuda_double.machine import CudaMachine
 from tests.cuda_double.program import Program, program
 from tests.mps_binaries import SUITES
+from tests.pace import scaled
 
 ASK = """
 LIBC = ctypes.CDLL(None)
@@ -92,6 +97,41 @@ def test_real_cudart_holds_hooks(release: str, container: MakeContainer) -> None
         plain: int = bare("len(kept & {one for given, _ in answers for one in given if one})")
     # As many as it finds hookable functions of the driver where nobody stands between.
     assert held == plain > 100
+
+
+# What the runtime asks for that only NVIDIA's own driver can answer; nothing here forges it.
+PROOF = {
+    "11.8": "private table d4082055bde6704b8d34ba123c66e1f2",
+    "12": "private table 263e88607cd2614392f6bbd5006dfa7e",
+    "13": "entry 12 of a private table was called",
+}
+FIRST_CALLS = [
+    "cudaMalloc(b'12345678', c_size_t(1 << 20))",
+    "cudaDriverGetVersion(b'1234')",
+    "cudaFree(None)",
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("call", FIRST_CALLS)
+@pytest.mark.parametrize("release", PACKAGES)
+def test_real_cudart_asks_for_the_drivers_proof(
+    release: str, call: str, container: MakeContainer, machine: CudaMachine, driver: Path
+) -> None:
+    """So far it comes on the double, whatever call is its first: to no context, and to no memory."""
+    code = f"from ctypes import *; CDLL({str(driver)!r}); CDLL({str(cudart(release))!r}).{call}"
+    made = container()
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code],
+        check=False,
+        env={**machine.environment, **made.environment},
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+    )
+    assert PROOF[release] in done.stderr
+    assert done.returncode == -signal.SIGABRT
+    assert made.charged() == machine.used() == 0
 
 
 @pytest.mark.timeout(600)

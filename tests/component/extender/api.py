@@ -27,6 +27,8 @@ class ClusterApi:
     nodes: dict[str, Object] = field(default_factory=dict)
     pods: dict[str, Object] = field(default_factory=dict)
     leases: dict[str, Object] = field(default_factory=dict)
+    config_maps: dict[str, Object] = field(default_factory=dict)
+    config_maps_answer: int = 0  # that status to every call; 0: as an API server does
     bindings: list[Object] = field(default_factory=list)
     labels_work: bool = True
     label_writes: list[tuple[str, Object]] = field(default_factory=list)  # pod, and the labels it is to get
@@ -189,6 +191,20 @@ class ClusterApi:
         self.leases[name] = {"metadata": version, "spec": spec}
         return web.json_response(self.leases[name])
 
+    async def _config_map(self, request: web.Request) -> web.StreamResponse:
+        if self.config_maps_answer:
+            return _status(self.config_maps_answer, "no ConfigMaps today")
+        body = await request.json() if request.can_read_body else {}
+        name = request.match_info.get("name") or body["metadata"]["name"]
+        if request.method == "POST":
+            self.config_maps[name] = body
+        elif name not in self.config_maps:
+            return _status(404, "none")
+        elif request.method == "PATCH":
+            data = {**(self.config_maps[name].get("data") or {}), **body["data"]}
+            self.config_maps[name]["data"] = {key: text for key, text in data.items() if text is not None}
+        return web.json_response(self.config_maps[name])
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         """Serve on loopback; the URL."""
@@ -202,6 +218,9 @@ class ClusterApi:
         app.router.add_patch(pod, self._label)
         app.router.add_post(pod + "/binding", self._bind)
         app.router.add_post("/api/v1/namespaces/{namespace}/events", self._event)
+        config_maps = "/api/v1/namespaces/{namespace}/configmaps"
+        app.router.add_post(config_maps, self._config_map)
+        app.router.add_route("*", config_maps + "/{name}", self._config_map)
         app.router.add_post(leases, self._lease)
         app.router.add_route("*", leases + "/{name}", self._lease)
         async with serving(app) as bound:

@@ -1,7 +1,9 @@
 """A supervisor with everything around it that a test looks at."""
 
 import contextlib
-from collections.abc import AsyncIterator
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -133,6 +135,17 @@ async def reached(daemon: Daemon, state: DaemonState, deadline: float = 20.0, **
     raise TimeoutError(
         f"not {state.value} with {also} within {deadline:g} s; last seen: {daemon.status.value}"
     )
+
+
+@contextlib.contextmanager
+def halted(pid: int) -> Iterator[None]:
+    """A process that hangs: it lives, and answers nobody."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 async def daemons_of(daemon: Daemon) -> tuple[Process, ...]:

@@ -1,10 +1,7 @@
 """Faults around a daemon: hangs, programs taken away, hostile pods, drivers that are replaced."""
 
 import os
-import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +17,16 @@ from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import DaemonRefused
 from agent.nvml.port import ComputeMode
-from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, one_server, reached, servers_of
+from tests.component.mps.keeping import (
+    OPTIONS,
+    UUID,
+    Bench,
+    daemons_of,
+    halted,
+    one_server,
+    reached,
+    servers_of,
+)
 
 
 def script(path: Path, text: str) -> Program:
@@ -33,17 +39,6 @@ def script(path: Path, text: str) -> Program:
 def tell(log: Path, line: str) -> None:
     with log.open("a") as file:
         file.write(f"{line}\n")
-
-
-@contextmanager
-def halted(pid: int) -> Iterator[None]:
-    """A process that hangs: it lives, and answers nobody."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 async def test_a_daemon_whose_program_was_taken_away_is_ended_and_the_gpu_given_back(

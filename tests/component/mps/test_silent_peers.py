@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from agent.mps import connections
 from agent.mps.binary import Program
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_status import DaemonState, EventReason
-from tests.component.mps.keeping import OPTIONS, Bench, one_server, reached
+from tests.component.mps.keeping import OPTIONS, Bench, daemons_of, halted, one_server, reached
 from tests.component.mps.test_tenants import TENANT, as_tenant, seen_states
 
 # Connects so often as it may, and says nothing until its input ends. Its last line: how many were cut off.
@@ -104,4 +105,31 @@ async def test_silent_mps_connection_harms_nobody(
             f"of user {TENANT} in no pod connected to the MPS control daemon and said"
             in bench.reports.told[0][2]
         )
+    await daemon.stop()
+
+
+async def test_nobody_is_cut_off_who_waits_for_a_daemon_that_is_halted(
+    newest: Program, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been halted with a connection in hand: then its system call still names that one."""
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.1)
+    bench = Bench(run_folder, newest)
+    daemon = bench.daemon()
+    async with bench.kept(daemon):
+        await reached(daemon, DaemonState.SERVING)
+    process = (await daemons_of(daemon))[0]
+    peers = connections.SilentPeers(daemon.folders.pipe)
+    with holding(daemon, 3):  # one in hand, the others behind it
+        with anyio.fail_after(10):
+            while (await anyio.to_thread.run_sync(peers.look, process)).again is None:
+                await anyio.sleep(0.01)
+        seen = peers._seen
+        assert seen
+        with halted(process.pid):
+            while time.monotonic() < seen.end + 0.1:
+                assert not (await anyio.to_thread.run_sync(peers.look, process)).cut
+                await anyio.sleep(0.02)
+        with anyio.fail_after(10):
+            while not (await anyio.to_thread.run_sync(peers.look, process)).cut:
+                await anyio.sleep(0.01)
     await daemon.stop()

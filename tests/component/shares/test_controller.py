@@ -196,6 +196,33 @@ def test_a_launch_that_fails_is_not_paid_for(site: Site) -> None:
     assert usage(container).waits == 0
 
 
+FAILING = """
+def work():
+    wrong = ({arguments}, 1, 1, 1, 1, 1, 1, 0, {stream}, None, None)
+    failed = [call('cuLaunchKernel', *wrong) for _ in range(100)]
+    begun, kernel = now(), function(b'work_1ms')
+    for _ in range(200): launch(kernel)
+    check('cuCtxSynchronize')
+    return sorted(set(failed)), now() - begun
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stream"),
+    [("u64(1)", "u64()"), ("u64(function(b'own'))", "u64(4096)")],
+    ids=["kernel", "stream"],
+)
+def test_own_failing_launches_do_not_count_as_unmeasured(site: Site, arguments: str, stream: str) -> None:
+    """A container could have all launches free that nobody has measured yet, by some that cannot go well."""
+    container = site.container(10)
+    program = site.program(container)
+    program(FAILING.format(arguments=arguments, stream=stream))
+    failed, took = program("timed(work)")
+    assert failed == [400]
+    assert usage(container).unmeasured == 0
+    assert took > 200 / 0.1 * 0.8
+
+
 def test_a_share_of_nothing_waits_until_it_is_one(site: Site) -> None:
     """The paused state of containers that only use what others leave."""
     site.tasks(2)

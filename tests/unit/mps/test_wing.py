@@ -34,7 +34,7 @@ async def test_a_gpu_without_a_daemon_has_its_obstacle_and_its_ceiling(tmp_path:
     node = wing_node(settings, snapshot=inventory, assignment=assignment)
     wing = await MpsWing.build(node)
     assert f"{tmp_path}/none, which is no program" in wing.obstacle(state)
-    assert wing.most_holders(state.gpu) == 5
+    assert wing._conditions.most_holders(state.gpu) == 5
     assert wing.gpu_facts(state.uuid) == {"mps": None}
     assert wing.enforced() == "no"  # the runtime is not known
     node.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")

@@ -111,6 +111,47 @@ async def test_a_tick_of_the_kubelet_that_comes_after_the_figures_is_seen() -> N
 
 
 @in_virtual_time
+async def test_a_stop_waits_for_the_other_half_of_what_a_container_is_being_given() -> None:
+    """Its GPU stays on the second resource's list until then, and a tick of the kubelet writes that."""
+    api, kubelet = MemoryApi(), Kubelet({GPU: 8, CORE: 800}, reads=False)
+    api.node["status"] = {name: {GPU: "8", CORE: "800"} for name in ("capacity", "allocatable")}
+    listed = {GPU: (8, 8), CORE: (800, 800)}
+
+    async def admitting(node: World) -> None:
+        await node.assignment.wait_for(lambda now: now is NOTHING)
+        listed.update({GPU: (8, 1), CORE: (800, 0)})
+        kubelet.known = {GPU: 1, CORE: 0}
+        await anyio.sleep(0.5)
+        listed[GPU] = (8, 0)
+        kubelet.known = {GPU: 0, CORE: 0}
+
+    async with (
+        World(api, kubelet, offered=lambda _: dict(listed)).running() as node,
+        anyio.create_task_group() as group,
+    ):
+        await anyio.sleep(2)
+        group.start_soon(admitting, node)
+        await node.stop()
+        # A tick before the lists end with the agent.
+        said = {name: str(count) for name, count in kubelet.known.items()}
+        api.change(lambda now: now["status"]["allocatable"].update(said))
+        assert (node.api.tainted, node.api.allocatable) == (False, {})
+        group.cancel_scope.cancel()
+
+
+@in_virtual_time
+async def test_a_half_that_nobody_comes_for_does_not_keep_a_stop_from_its_end() -> None:
+    api, kubelet = MemoryApi(), Kubelet({GPU: 1}, reads=False)
+    api.node["status"] = {name: {GPU: "8"} for name in ("capacity", "allocatable")}
+    async with World(api, kubelet, offered=lambda _: {GPU: (8, 1)}).running() as node:
+        await anyio.sleep(2)
+        began = anyio.current_time()
+        await node.stop()
+        assert anyio.current_time() - began < 3
+        assert (node.api.tainted, node.api.allocatable) == (False, {})
+
+
+@in_virtual_time
 async def test_a_stop_of_an_agent_that_still_puts_right_what_another_left() -> None:
     """In its first seconds: the figures of before are not right yet, and so their taint is left alone."""
     api, kubelet = MemoryApi(), Kubelet({GPU: 8, CORE: 800}, reads=False)

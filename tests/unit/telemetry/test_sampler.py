@@ -13,6 +13,7 @@ from agent.nvml.nvml_errors import NvmlCode
 from agent.nvml.port import Sample, SampleRequest
 from agent.telemetry.sampler import Sampler, Samples
 from tests.unit.telemetry.agents import Parts
+from tests.virtual_time import in_virtual_time
 
 Logs = list[MutableMapping[str, Any]]
 
@@ -209,30 +210,41 @@ async def test_pcie_throughput_is_read_only_when_asked_for() -> None:
     parts.thread.close()
 
 
+@in_virtual_time
 async def test_a_clock_that_steps_back_loses_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    long_periods(monkeypatch)
-    parts = Parts()
-    uuids = parts.scan()
-    machine = parts.machine
-    machine.processes.start(0, 77, memory_mib=100)
-    machine.processes.start(0, 78, memory_mib=100)
-    async with running(parts.sampler):
-        await rounds(parts.sampler)  # the first round looks back by one interval: a late one sees nothing
-        machine.processes.work(77, 60)
-        machine.processes.work(78, 30)
-        await work_becomes(parts.sampler, uuids[0], {77: 0.6, 78: 0.3})
-        before = time.time_ns
-        monkeypatch.setattr(time, "time_ns", lambda: before() - 3600 * 10**9)
-        await rounds(parts.sampler)  # as does the first one after the step
-        # The driver still has the hour-ahead sample of 78: it is an old one, not a new one each second.
-        monkeypatch.setattr("agent.telemetry.process_work.DRIVER_SECONDS", 1.0)
-        monkeypatch.setattr("agent.telemetry.process_work.SHORTEST_SECONDS", 1 / 6)
-        await work_becomes(parts.sampler, uuids[0], {})
-        for percent in (20, 80):
-            machine.processes.work(77, percent)
-            await work_becomes(parts.sampler, uuids[0], {77: percent / 100})
-    asked = parts.nvml.sample(uuids[0], SampleRequest(0, until_us=time.time_ns() // 1000))
+    # Round by round without its task: work is paid out over the rounds by their lengths, and a real machine's
+    # pauses between a sample, a round and the next sample would mix the shares of two samples.
+    parts = Parts(interval=0.1)
+    uuid = parts.scan()[0]
+    processes = parts.machine.processes
+    processes.start(0, 77, memory_mib=100)
+    processes.start(0, 78, memory_mib=100)
+    now = 1_000_000 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+
+    async def work() -> Mapping[int, float] | None:
+        nonlocal now
+        await anyio.sleep(0.1)
+        now += 10**8
+        taken = parts.sampler.taken(uuid, parts.sampler.sample(uuid))
+        assert taken
+        return taken.work
+
+    assert await work() == {}
+    processes.work(77, 60)
+    processes.work(78, 30)
+    assert await work() == {77: 0.6, 78: 0.3}
+    now -= 3600 * 10**9
+    # The driver still has the hour-ahead sample of 78: it is an old one, not a new one each second.
+    seen = [await work() for _ in range(40)]
+    assert all(shares == pytest.approx({77: 0.6, 78: 0.3}) for shares in seen[:9])
+    assert seen[10:] == [{}] * 30
+    for percent in (20, 80):
+        processes.work(77, percent)
+        assert await work() == {77: percent / 100}
+    asked = parts.nvml.sample(uuid, SampleRequest(0, until_us=now // 1000))
     assert asked.busy == ((77, 0.8),)
+    parts.thread.close()
 
 
 async def test_a_round_that_is_late_after_the_clock_stepped_back_misses_no_work(

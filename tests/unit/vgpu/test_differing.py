@@ -28,6 +28,14 @@ class Counting(Node):
 
         await anyio.to_thread.run_sync(write)
 
+    async def movable(self, managed: int, state: int = layout.PROCESS_SLOT) -> None:
+        def write() -> None:
+            descriptor = os.open(self.isolation.folders.path(self.key, USAGE), os.O_RDWR)
+            os.pwrite(descriptor, layout.MOVABLE.pack(state, managed), layout.SLOTS_AT + layout.SLOT_BYTES)
+            os.close(descriptor)
+
+        await anyio.to_thread.run_sync(write)
+
     async def looks(self, memory: int, readings: int = READINGS) -> None:
         for _ in range(readings):
             await self.look(memory, 7)
@@ -80,6 +88,27 @@ async def test_what_differs_for_a_minute_is_told_and_refuses_nothing(node: Count
     await node.looks(1050 * MIB, 1)
     assert await node.forgiven() == 0
     assert metric(node.publisher, d.CONTAINER_DIFFERENCE) == [0]
+
+
+async def test_managed_memory_on_the_host_is_not_forgiven(node: Counting) -> None:
+    """It may come back to the GPU at any moment; what else is charged too much is forgiven beside it."""
+    await node.charged(900 * MIB)
+    await node.looks(300 * MIB, READINGS - 1)
+    await node.movable(400 * MIB)
+    await node.charged(900 * MIB, refused=1)
+    await node.looks(300 * MIB, 1)
+    assert (node.told(), await node.forgiven()) == (1, 200 * MIB)
+    await node.movable(700 * MIB)
+    await node.looks(300 * MIB, 1)
+    assert await node.forgiven() == 0
+    # Those of a process that has ended do not count.
+    await node.movable(700 * MIB, state=layout.FREE_SLOT)
+    await node.looks(300 * MIB, 1)
+    assert await node.forgiven() == 600 * MIB
+    # Any figure can stand there.
+    await node.movable((1 << 64) - 1)
+    await node.looks(300 * MIB, 1)
+    assert await node.forgiven() == 0
 
 
 async def test_nothing_is_forgiven_before_something_was_refused(node: Counting) -> None:

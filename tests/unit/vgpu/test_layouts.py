@@ -6,6 +6,7 @@ with other bytes: what reads one takes the other for no limit file, and would wr
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,29 @@ async def test_two_layouts_side_by_side(node: Node, later: ModuleType, logs: lis
     assert (old.cap(), new.cap(), between.cap()) == (4 * BLOCK, 5 * BLOCK, 4 * BLOCK)
     assert all(each.starts_again() for each in (old, new, between))
     assert not [each for each in logs if each["event"] == "limits_written_anew"]
+
+
+async def test_copy_keeps_its_layout_after_rollback_resize_and_reboot(node: Node, later: ModuleType) -> None:
+    upgraded = await node.agent(layout, later)
+    await node.admit(upgraded, "new", 10, later)
+    upgraded.close()
+    key = key_of(units(10))
+
+    def resized_by_0_2_0() -> None:
+        copy = node.root / "state" / "limits" / f"{key}.json"
+        said = msgspec.json.decode(copy.read_bytes())
+        assert said.pop("layout") == NEXT
+        copy.write_bytes(msgspec.json.encode(said))
+
+    def limits_there() -> list[Any]:
+        content = (node.root / "run" / "limits.v2" / key / LIMITS).read_bytes()
+        return list(later.read_limits(content))
+
+    await anyio.to_thread.run_sync(resized_by_0_2_0)
+    (await node.agent(layout, later)).close()
+    await anyio.to_thread.run_sync(shutil.rmtree, node.root / "run")  # a reboot
+    (await node.agent(layout, later)).close()
+    assert (await anyio.to_thread.run_sync(limits_there))[0].memory_bytes == 4 * BLOCK
 
 
 async def test_0_2_0_touches_no_file_of_a_later_layout(node: Node, later: ModuleType) -> None:

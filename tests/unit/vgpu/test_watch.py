@@ -28,6 +28,7 @@ from agent.vgpu.loaded import loads
 from agent.vgpu.publishing import ANNOTATION, PATIENCE_SECONDS, UNVERIFIED, Publisher
 from agent.vgpu.room import Isolation
 from agent.vgpu.watch import LimitWatch, Measured, tolerance
+from tests.pace import scaled
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 
 CAP = 4 * BLOCK
@@ -240,9 +241,9 @@ def test_a_file_of_the_same_name_is_not_the_library(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "maps").write_text(line + "\n")
-        assert loads(number, library, tmp_path) is expected, line
+        assert loads(number, library, tmp_path, scaled(30)) is expected, line
     os.truncate(tmp_path / "6" / "maps", 8 << 20)
-    assert loads(6, library, tmp_path) is None  # more than is read
+    assert loads(6, library, tmp_path, scaled(30)) is None  # more than is read
     os.truncate(tmp_path / "6" / "maps", 0)
     assert loads(6, library, tmp_path) is None  # as of a process that is just ending
 

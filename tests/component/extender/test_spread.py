@@ -1,0 +1,54 @@
+"""Replicas of one owner through filter, priorities and bind, one after the other."""
+
+from typing import Any
+
+import pytest
+
+from agent.model.placement import HINT, POLICY
+from tests.component.extender.api import ClusterApi, gpus
+from tests.component.extender.replicas import Scheduler, leader
+
+OWNER = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "web", "uid": "rs", "controller": True}
+NODES = ("a", "b", "c")
+
+
+async def placed(api: ClusterApi, scheduler: Scheduler, name: str, **metadata: Any) -> tuple[str, str]:
+    pod = api.pod(name, 25, 40, **metadata)
+    fitting = (await scheduler.filter(pod, NODES))["NodeNames"]
+    _, scores = await scheduler.post("priorities", {"Pod": pod, "Nodes": None, "NodeNames": fitting})
+    best = max(scores, key=lambda each: (each["Score"], each["Host"]))["Host"]
+    assert await scheduler.bind(pod, best) == ""
+    await scheduler.settled()
+    return best, pod["metadata"]["annotations"][f"{HINT}0"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "metadata", "places"),
+    [
+        ({}, {"ownerReferences": [OWNER]}, 6),
+        ({"spreadReplicas": "false"}, {"ownerReferences": [OWNER]}, 2),
+        ({}, {"ownerReferences": [OWNER], "annotations": {POLICY: "binpack"}}, 2),
+        ({}, {}, 2),
+    ],
+    ids=["replicas", "by option not", "its own policy", "no owner"],
+)
+async def test_replicas_spread(flags: dict[str, str], metadata: dict[str, Any], places: int) -> None:
+    api = ClusterApi()
+    for node in NODES:
+        api.node(node, *gpus(2))
+    async with api.serving(), leader(api, **flags) as scheduler:
+        found = [await placed(api, scheduler, f"replica-{number}", **metadata) for number in range(6)]
+    assert len(set(found)) == places
+    assert len({node for node, _ in found[:3]}) == min(3, places - 1)
+
+
+async def test_replicas_are_known_to_the_next_leader() -> None:
+    api = ClusterApi()
+    for node in NODES:
+        api.node(node, *gpus(1))
+    found = set()
+    async with api.serving():
+        for number in range(3):
+            async with leader(api) as scheduler:
+                found.add(await placed(api, scheduler, f"replica-{number}", ownerReferences=[OWNER]))
+    assert len(found) == 3
