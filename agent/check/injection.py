@@ -110,10 +110,10 @@ def _runtime(way: Way) -> Look:
         found = Runtimes("its defaults, without a configuration file", "runc")
     if found.unread:
         return Look.unknown(subject, _unread(found))
-    if found.default == "nvidia":
-        return Look.ok(subject, f"nvidia, by {found.file}")
+    if found.default.startswith("nvidia"):  # AKS calls it nvidia-container-runtime
+        return Look.ok(subject, f"{found.default}, by {found.file}")
     seen = f"{found.default} by {found.file}"
-    if "nvidia" in found.names:
+    if any(name.startswith("nvidia") for name in found.names):
         return Look.warning(
             subject,
             f"{seen}: pods get their GPUs only if they name a RuntimeClass that leads to the runtime nvidia; "

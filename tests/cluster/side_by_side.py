@@ -21,6 +21,7 @@ TOGETHER: Final[Mapping[str, Sequence[str]]] = {
         "test_install_extender",
         "test_documented_commands",
         "test_pools",
+        "test_gke",
     ),
 }
 LONGEST_FIRST: Final = (

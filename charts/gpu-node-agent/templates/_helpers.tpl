@@ -152,7 +152,7 @@ https:
 logging:
   format: json
 kubelet:
-  root: {{ .Values.kubelet.root | quote }}
+  root: {{ include "gna.kubeletRoot" . | quote }}
   devicePlugins: {{ .Values.kubelet.devicePlugins | quote }}
 driver:
   root: {{ include "gna.driverRoot" . | quote }}
@@ -175,6 +175,7 @@ injection:
   {{- end }}
 host:
   state: {{ include "gna.state" . | quote }}
+  cdi: {{ include "gna.cdi" . | quote }}
 {{- if include "gna.cgroups" . }}
   cgroups: /host-cgroups
 {{- end }}

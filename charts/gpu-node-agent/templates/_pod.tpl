@@ -80,9 +80,9 @@ seccompProfile:
   mountPath: {{ .Values.kubelet.devicePlugins }}
   readOnly: true
 - name: plugins-registry
-  mountPath: {{ .Values.kubelet.root }}/plugins_registry
+  mountPath: {{ include "gna.kubeletRoot" . }}/plugins_registry
 - name: pod-resources
-  mountPath: {{ .Values.kubelet.root }}/pod-resources
+  mountPath: {{ include "gna.kubeletRoot" . }}/pod-resources
 - name: state
   mountPath: {{ include "gna.state" . }}
 - name: run
@@ -92,10 +92,12 @@ seccompProfile:
   mountPropagation: Bidirectional
   {{- end }}
 - name: cdi
-  mountPath: /var/run/cdi
+  mountPath: {{ include "gna.cdi" . }}
+{{- if not (include "gna.preset" . | fromYaml).fixed }}
 - name: cdi-static
   mountPath: /etc/cdi
   readOnly: true
+{{- end }}
 {{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
 # All GPUs, for runtimes that take no variable from containers without privilege (Bottlerocket); others ignore it.
 - name: all-gpus
@@ -152,17 +154,19 @@ seccompProfile:
 - name: device-plugins
   hostPath: {path: {{ .Values.kubelet.devicePlugins | quote }}, type: Directory}
 - name: plugins-registry
-  hostPath: {path: {{ printf "%s/plugins_registry" .Values.kubelet.root | quote }}, type: Directory}
+  hostPath: {path: {{ printf "%s/plugins_registry" (include "gna.kubeletRoot" .) | quote }}, type: Directory}
 - name: pod-resources
-  hostPath: {path: {{ printf "%s/pod-resources" .Values.kubelet.root | quote }}, type: Directory}
+  hostPath: {path: {{ printf "%s/pod-resources" (include "gna.kubeletRoot" .) | quote }}, type: Directory}
 - name: state
   hostPath: {path: {{ include "gna.state" . | quote }}, type: DirectoryOrCreate}
 - name: run
   hostPath: {path: /run/gpu-node-agent, type: DirectoryOrCreate}
 - name: cdi
-  hostPath: {path: /var/run/cdi, type: DirectoryOrCreate}
+  hostPath: {path: {{ include "gna.cdi" . | quote }}, type: DirectoryOrCreate}
+{{- if not (include "gna.preset" . | fromYaml).fixed }}
 - name: cdi-static
   hostPath: {path: /etc/cdi, type: DirectoryOrCreate}
+{{- end }}
 {{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
 - name: all-gpus
   hostPath: {path: /dev/null}

@@ -64,7 +64,7 @@
 {{- range $block, $keys := dict "kubelet" (list "root" "devicePlugins") "driver" (list "root" "devRoot") "host" (list "state" "run" "cdi" "cgroups" "sysfs") "cluster" (list "nodeName" "kubeconfig") -}}
 {{- range $key := $keys -}}
 {{- if hasKey (dig $block dict $v.config) $key -}}
-{{- $value := get (dict "kubelet.root" "kubelet.root" "kubelet.devicePlugins" "kubelet.devicePlugins" "driver.root" "driver.hostRoot" "driver.devRoot" "driver.devRoot" "host.state" "host.state") (printf "%s.%s" $block $key) -}}
+{{- $value := get (dict "kubelet.root" "kubelet.root" "kubelet.devicePlugins" "kubelet.devicePlugins" "driver.root" "driver.hostRoot" "driver.devRoot" "driver.devRoot" "host.state" "host.state" "host.cdi" "host.cdi") (printf "%s.%s" $block $key) -}}
 {{- include "gna.refuse" (list $ (printf "config.%s.%s must fit the mounts of the DaemonSet, so the chart sets it: %s" $block $key ($value | empty | ternary "take it out" (printf "use the value %s" $value)))) -}}
 {{- end -}}
 {{- end -}}
