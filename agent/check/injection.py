@@ -8,6 +8,7 @@ from agent.check.host import HostFiles
 from agent.check.own_specification import Own
 from agent.check.runtime_files import Runtimes, runtimes, toolkit_version
 from agent.check.software import CheckedNode
+from agent.injection.companions import device_root, lacking, wanted
 from agent.injection.inject import cdi_problem, choose, toolkit_devices
 from agent.injection.specification import Devices
 from agent.kit.inside import inside
@@ -73,6 +74,19 @@ def look_at_injection(way: Way) -> Iterator[Look]:
     yield _toolkit(way, unneeded)
     yield Look.ok("default runtime", unneeded) if unneeded else _runtime(way)
     yield _cdi(way)
+    yield from _companions(way.settings)
+
+
+def _companions(settings: Settings) -> Iterator[Look]:
+    found = wanted(settings.injection)
+    if not found:
+        return
+    root = device_root(Path(settings.injection.driver_root or settings.driver.root))
+    subject = "devices beside GPUs"
+    if text := lacking(root, found):
+        yield Look.failed(subject, text)
+    else:
+        yield Look.ok(subject, f"those of {', '.join(f'injection.{each.key}' for each in found)} are there")
 
 
 def _toolkit(way: Way, unneeded: str | None) -> Look:
