@@ -7,7 +7,7 @@ from agent.app.build_node import NodeParts
 from agent.app.parts import Core
 from agent.cluster.reach import ClusterAccess
 from agent.kit.cell import Cell
-from agent.model.growth import Growth
+from agent.model.growth import Growth, Place
 from agent.model.modes import Mode
 from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
@@ -23,6 +23,6 @@ class Agent:
     switcher: ModeSwitcher
     unexplained: Unexplained
     # Bytes by GPU that containers have beyond what their pods asked for.
-    grown: Cell[Mapping[str, Growth]]
+    grown: Cell[Mapping[Place, Growth]]
     cluster: ClusterAccess | None  # None: there is no way to the Kubernetes API
     node: NodeParts | None  # None: the same

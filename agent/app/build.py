@@ -19,11 +19,12 @@ from agent.app.wings import WINGS
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
-from agent.model.growth import Growth
+from agent.model.growth import Growth, Place
 from agent.model.modes import Assignment
 from agent.modes.mode_metrics import modes_collector
 from agent.modes.wing import Node
 from agent.node import writers as node_writers
+from agent.telemetry.free import free_collector
 from agent.telemetry.health_metrics import health_collector
 from agent.telemetry.reading import Collector, Sources
 
@@ -48,7 +49,9 @@ async def build(
     ending.callback(monitor.thread.end_within, NVML_SECONDS)
     closing.callback(monitor.close)
     await monitor.start(tasks.group)
-    sampler, containers = build_telemetry(core)
+    assignment: Cell[Assignment] = Cell(Assignment())
+    grown: Cell[Mapping[Place, Growth]] = Cell({})
+    sampler, containers = build_telemetry(core, assignment, grown)
     tasks.start("sampler", sampler.run)
     tasks.start("attribution", containers.run)
     pods, recorder = follow_cluster(cluster, settings, core.holdings, tasks)
@@ -65,8 +68,6 @@ async def build(
         await build_cdi.keep_true(keeper, injector, tasks)
     tasks.start("holdings", core.holdings.run)
     request = await build_request(settings)
-    assignment: Cell[Assignment] = Cell(Assignment())
-    grown: Cell[Mapping[str, Growth]] = Cell({})
     node = Node(
         settings=settings,
         name=cluster.node.name if cluster else "",
@@ -97,6 +98,14 @@ async def build(
         *([partial(build_cdi.metrics, keeper)] if keeper else []),
         *(each.metrics for each in wings.values()),
         partial(modes_collector, switching.switcher, switching.unexplained),
+        partial(
+            free_collector,
+            snapshot,
+            assignment,
+            core.holdings.cell,
+            containers.uses,
+            settings.mps.most_clients,
+        ),
         partial(node_writers.metrics, written),
     ]
     core.readiness.follow(

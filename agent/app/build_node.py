@@ -11,14 +11,12 @@ from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
 from agent.cluster.reach import ClusterAccess
 from agent.holdings.holdings import HoldingsWatch
-from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.podresources import PodResourcesUnavailable
-from agent.model.growth import Growth
+from agent.model.growth import Growth, Place
 from agent.model.modes import Assignment
 from agent.modes.resources import ResourceSet
-from agent.modes.switch_state import SwitchState
 from agent.node import holders_annotation, inventory_annotation
 from agent.node.capacity import Capacity, KubeletMute, Offer
 from agent.node.conditions import NodeStateWriter
@@ -27,7 +25,6 @@ from agent.node.labels import SIMULATED_LABEL, labels_of
 from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals
 from agent.node.writers import Writers
-from agent.settings import Settings
 
 if TYPE_CHECKING:
     from agent.cluster.pods import PodCache
@@ -68,25 +65,24 @@ def build_node(
         capacity,
         Withdrawals(node, offer, capacity, taint, unserved),
         Inherited(node, offer, capacity, taint, resources.names),
-        _report(core.settings, node, core.readiness.switch, core.inventory.snapshot, annotations),
+        _report(core, node, assignment, annotations),
         annotations,
         cluster.pods,
     )
 
 
 def _report(
-    settings: Settings,
-    node: OwnNode,
-    switch: Cell[SwitchState],
-    inventory: Cell[Snapshot],
-    annotations: Cell[Mapping[str, str]],
+    core: Core, node: OwnNode, assignment: Cell[Assignment], annotations: Cell[Mapping[str, str]]
 ) -> NodeStateWriter:
+    settings, switch, inventory = core.settings, core.readiness.switch, core.inventory.snapshot
     fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
 
     def labels(present: Mapping[str, str]) -> Mapping[str, str]:
-        return {**(labels_of(inventory.value, present) if settings.node_labels else {}), **fixed}
+        found = labels_of(inventory.value, assignment.value, present) if settings.node_labels else {}
+        return {**found, **fixed}
 
-    return NodeStateWriter(node, switch, labels=labels, annotations=annotations, wake_on=(inventory,))
+    cells = (inventory, assignment)
+    return NodeStateWriter(node, switch, labels=labels, annotations=annotations, wake_on=cells)
 
 
 def start_node(
@@ -95,7 +91,7 @@ def start_node(
     tasks: Tasks,
     resources: ResourceSet,
     assignment: Cell[Assignment],
-    grown: Cell[Mapping[str, Growth]],
+    grown: Cell[Mapping[Place, Growth]],
 ) -> None:
     """Keep the Node object true, for ever."""
     tasks.start("node capacity", _keep_amounts, parts, resources)

@@ -16,7 +16,7 @@ from agent.inventory.gpu_monitor import GpuMonitor
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.plugin_types import ResourcePlugin
-from agent.model.growth import Growth
+from agent.model.growth import Growth, Place
 from agent.model.modes import Assignment, Mode
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Desired, catalog_of
@@ -70,7 +70,7 @@ async def build_switching(
     request: ModeRequest,
     wings: Mapping[Mode, Wing],
     assignment: Cell[Assignment],
-    grown: Cell[Mapping[str, Growth]],
+    grown: Cell[Mapping[Place, Growth]],
     sampler: Sampler,
     lacks: Cell[str],
 ) -> Switching:
@@ -127,7 +127,7 @@ async def build_switching(
 
 
 async def start_switching(
-    parts: Switching, core: Core, tasks: Tasks, request: ModeRequest, grown: Cell[Mapping[str, Growth]]
+    parts: Switching, core: Core, tasks: Tasks, request: ModeRequest, grown: Cell[Mapping[Place, Growth]]
 ) -> None:
     """Follow the request, and switch once it is known, or has not come for a while."""
     settings, source = core.settings, request.source

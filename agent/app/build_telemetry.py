@@ -12,7 +12,10 @@ from anyio.abc import TaskStatus
 
 from agent.app.parts import Core, Tasks
 from agent.holdings.owners import Owners
+from agent.kit.cell import Cell
 from agent.kit.supervise import FatalError
+from agent.model.growth import Growth, Place
+from agent.model.modes import Assignment
 from agent.model.pod import Pod
 from agent.telemetry.container_use import ContainerWatch
 from agent.telemetry.page import MetricsPage
@@ -32,7 +35,9 @@ HTTPS_LIMITS = ConnectionLimits(
 )
 
 
-def build_telemetry(core: Core) -> tuple[Sampler, ContainerWatch]:
+def build_telemetry(
+    core: Core, assignment: Cell[Assignment], grown: Cell[Mapping[Place, Growth]]
+) -> tuple[Sampler, ContainerWatch]:
     """The rounds of samples, and the use of containers that is worked out from them."""
     # Pages are rendered in a thread, and the event loop must not wait 5 ms for the interpreter each time.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -45,6 +50,7 @@ def build_telemetry(core: Core) -> tuple[Sampler, ContainerWatch]:
         settings.sampling.interval_seconds,
         window,
         settings.sampling.pcie_throughput,
+        settings.sampling.activity,
     )
     watch = ContainerWatch(
         snapshot,
@@ -53,6 +59,8 @@ def build_telemetry(core: Core) -> tuple[Sampler, ContainerWatch]:
         Owners(Path(settings.host.proc)),
         _known_pods(core.cluster.pods if core.cluster else None),
         window,
+        assignment=assignment,
+        grown=grown,
     )
     return sampler, watch
 

@@ -4,6 +4,7 @@ import inspect
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,17 +35,39 @@ class ApiUnavailable(ApiError):
 class ApiRefused(ApiError):
     """The API server answered with an error; `status` is the HTTP status."""
 
-    def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, retry_after: float | None = None, said: "ApiStatus | None" = None
+    ) -> None:
+        """`said`: the answer's body; None: it cannot be understood."""
         self.status = status
         self.retry_after = retry_after  # seconds, as the server asks
+        self._said = said
         super().__init__(message)
+
+    def misses(self, kind: str, name: str) -> bool:
+        """Whether the API server itself says that this object is not there: any proxy may answer a 404."""
+        said = self._said
+        return (
+            self.status == HTTPStatus.NOT_FOUND
+            and said is not None
+            and (said.kind, said.reason) == ("Status", "NotFound")
+            and (said.details.kind, said.details.name) == (kind, name)
+        )
+
+
+class _Details(msgspec.Struct):
+    kind: str = ""  # the resource, in the plural
+    name: str = ""
 
 
 class ApiStatus(msgspec.Struct):
     """A v1 Status object, as far as it is passed on."""
 
+    kind: str = ""
     message: str = ""
+    reason: str = ""
     code: int = 0
+    details: _Details = msgspec.field(default_factory=_Details)
 
 
 class KubeApi:
@@ -195,8 +218,10 @@ async def _bounded_read(response: Any) -> bytes:  # noqa: ANN401  aiohttp's resp
 
 
 def _refusal(response: Any, data: bytes) -> ApiRefused:  # noqa: ANN401  aiohttp's response
+    said: ApiStatus | None = None
     try:
-        message = msgspec.json.decode(data, type=ApiStatus).message
+        said = msgspec.json.decode(data, type=ApiStatus)
+        message = said.message
     except msgspec.DecodeError:
         message = data[:200].decode(errors="replace")
     wait = response.headers.get("Retry-After", "")
@@ -205,6 +230,7 @@ def _refusal(response: Any, data: bytes) -> ApiRefused:  # noqa: ANN401  aiohttp
         response.status,
         f"{response.method} {response.url.path}: {response.status} {message or response.reason}{remedy}",
         float(wait) if wait.isdigit() else None,
+        said,
     )
 
 

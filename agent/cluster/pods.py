@@ -1,16 +1,24 @@
 """The pods of this node, as the API server shows them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeVar
 
 import anyio
 import msgspec
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.api import ApiError, ApiRefused, KubeApi, Query
 from agent.cluster.cgroup_uids import CgroupUids, cgroup_uids
 from agent.cluster.reflector import Reflector
 from agent.model.pod import Pod
 
 MISS_SECONDS = 1.0  # a GET in the middle of an admission, which holds up all pods of the node
+
+Read = TypeVar("Read")
+
+
+class _PodList(msgspec.Struct):
+    kind: Literal["PodList"]
+    items: list[Pod]
 
 
 class PodCache:
@@ -22,9 +30,8 @@ class PodCache:
         self._node = node
         self._node_uid = node_uid
         self._by_cgroup: tuple[object, str | None, CgroupUids[Pod]] = (None, None, CgroupUids({}))
-        self.reflector = Reflector(
-            api, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={node}"}, Pod, "pods"
-        )
+        self._selector = {"fieldSelector": f"spec.nodeName={node}"}
+        self.reflector = Reflector(api, "/api/v1/pods", self._selector, Pod, "pods")
 
     def pods(self) -> Mapping[str, Pod]:
         """The pods as last seen, by UID."""
@@ -56,17 +63,28 @@ class PodCache:
     async def fetch(self, namespace: str, name: str) -> Pod | None:
         """A pod by one GET within a second, whatever the copy shows. Raises ApiError."""
         try:
-            with anyio.fail_after(MISS_SECONDS):
-                data = await self._api.get(
-                    f"/api/v1/namespaces/{namespace}/pods/{name}", deadline=MISS_SECONDS
-                )
+            path = f"/api/v1/namespaces/{namespace}/pods/{name}"
+            pod = await self._read(path, Pod, f"pod {namespace}/{name}")
         except ApiRefused as error:
-            if error.status == 404:
+            if error.misses("pods", name):
                 return None
             raise
-        except TimeoutError as error:
-            raise ApiError(f"pod {namespace}/{name} could not be read within {MISS_SECONDS:g} s") from error
+        if pod.key != (namespace, name) or not pod.uid:
+            raise ApiError(f"the answer for pod {namespace}/{name} is another object; is a proxy in between?")
+        return pod
+
+    async def list_now(self) -> Sequence[Pod]:
+        """All pods of the node by one list within a second, of now: no version is named. Raises ApiError."""
+        found = await self._read("/api/v1/pods", _PodList, "the list of the node's pods", self._selector)
+        return found.items
+
+    async def _read(self, path: str, kind: type[Read], what: str, query: Query = None) -> Read:
         try:
-            return msgspec.json.decode(data, type=Pod)
+            with anyio.fail_after(MISS_SECONDS):
+                data = await self._api.get(path, query, deadline=MISS_SECONDS)
+        except TimeoutError as error:
+            raise ApiError(f"{what} could not be read within {MISS_SECONDS:g} s") from error
+        try:
+            return msgspec.json.decode(data, type=kind)
         except msgspec.DecodeError as error:
-            raise ApiError(f"pod {namespace}/{name} cannot be understood: {error}") from error
+            raise ApiError(f"{what} cannot be understood: {error}") from error

@@ -121,7 +121,11 @@ class Reflector(Generic[Item]):
                 # a backup never gets there.
                 self._reached = (self._version or self._reached) if failure.status == 410 else "0"
                 self._version = ""
-            if failure is not None and not (resumed and _is_outdated(failure)):
+            if resumed and _is_outdated(failure):
+                self.problem = str(
+                    failure
+                )  # nobody's fault, but of the copy nothing is sure until a list has come
+            elif failure is not None:
                 self._failed(failure)
             steady = anyio.current_time() - started >= STEADY_SECONDS
             if steady:

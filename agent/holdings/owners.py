@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from agent.model.cgroup import ContainerRef, container_of, started_by_agent
+from agent.model.cgroup import ContainerRef, container_of, kubelet_of, started_by_agent
 
 PROC = Path("/proc")
 MPS_NAME = b"nvidia-cuda-mps"  # begins the names of MPS daemons and servers
@@ -18,7 +18,7 @@ class ProcessUnreadable(Exception):
 def container_of_process(pid: int, proc: Path = PROC) -> ContainerRef | None:
     """The container of a process; None: it is in no pod. Blocks. Raises ProcessUnreadable."""
     try:
-        return container_of((proc / str(pid) / "cgroup").read_bytes().decode(errors="replace"))
+        return container_of(_cgroups(proc, str(pid)))
     except OSError as error:
         raise ProcessUnreadable(
             f"process {pid} cannot be looked up below {proc}: {error.strerror}"
@@ -54,12 +54,12 @@ def pods_of_processes(pids: Iterable[int], proc: Path = PROC) -> Mapping[int, st
     try:
         if (proc / str(KTHREADD) / "comm").read_bytes() != b"kthreadd\n":
             return None
-        own = (proc / "self" / "cgroup").read_bytes().decode(errors="replace")
+        own = _cgroups(proc, "self")
     except OSError:
         return None
     for pid in pids:
         with suppress(OSError):
-            cgroups = (proc / str(pid) / "cgroup").read_bytes().decode(errors="replace")
+            cgroups = _cgroups(proc, str(pid))
             if not started_by_agent(cgroups, own):
                 container = container_of(cgroups)
                 found[pid] = container.pod_uid if container else ""
@@ -69,11 +69,19 @@ def pods_of_processes(pids: Iterable[int], proc: Path = PROC) -> Mapping[int, st
 def pods_of_strangers(pids: Iterable[int], proc: Path = PROC) -> Mapping[int, str]:
     """The UIDs of those of these processes' pods that may have ended before the agent began. Blocks.
 
-    MPS daemons are left out: one that got no cgroup of its own stays in that of the agent's pod before.
+    MPS daemons are left out: one that got no cgroup of its own stays in that of the agent's pod before. So
+    are pods of other kubelets on the host, as of kind: the API server of this one knows none of them.
     """
     found: dict[int, str] = {}
-    for pid, uid in (pods_of_processes(pids, proc) or {}).items():
+    pods = pods_of_processes(pids, proc)
+    kubelet = kubelet_of(_cgroups(proc, "self")) or "" if pods else ""
+    for pid, uid in (pods or {}).items():
         with suppress(OSError):
-            if uid and not (proc / str(pid) / "comm").read_bytes().startswith(MPS_NAME):
+            foreign = kubelet_of(_cgroups(proc, str(pid))) != kubelet
+            if uid and not foreign and not (proc / str(pid) / "comm").read_bytes().startswith(MPS_NAME):
                 found[pid] = uid
     return found
+
+
+def _cgroups(proc: Path, pid: str) -> str:
+    return (proc / pid / "cgroup").read_bytes().decode(errors="replace")

@@ -137,6 +137,7 @@ def join(
     outlived: set[str] = set()
     ended: set[int] = set()  # listed holdings of pods that are over
     hidden: list[Holding] = []
+    leftover: set[str] = set()
     for uid, held in by_pod.items():
         earlier, known = before.pods.get(uid, UNKNOWN), view.pods.get(uid)
         key = known.key if known else named.get(uid, earlier.key)
@@ -155,6 +156,7 @@ def join(
             hidden += (each for place, each in holdings.items() if place not in found)
         else:
             ended.update(id(match) for match in found.values())
+            leftover.update(*held.values())
     lasting = {pod.key for pod in pods.values()} | {pod.key for pod in view.pods.values() if not pod.finished}
     ended.update(id(each) for each in listed.holdings if _key(each) in over and _key(each) not in lasting)
     # Their entries are left out, too: nothing would say later whose these are.
@@ -170,6 +172,7 @@ def join(
         finished,
         frozenset(uid for uid, each in view.pods.items() if each.devices and not each.finished)
         | (pods.keys() & named.keys()) - finished,
+        leftover=frozenset(leftover),
         began=listed.began,
     )
     unknown = by_pod.keys() - view.pods.keys() - named.keys()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 MPS_CGROUP = "gpu-node-agent-mps"  # of the agent's MPS daemons and their servers
 _UID = r"[0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32}"
 _POD = re.compile(rf"(?:^|[/-])pod({_UID})(?:\.slice)?(?=/|:|$)")
+_UPWARDS = re.compile(r"^(/\.\.)+")
 _CONTAINER = re.compile(r"(?:^|[/:-])([0-9a-f]{64})(?:\.scope)?(?=/|$)")
 
 
@@ -31,6 +32,20 @@ def container_of(cgroups: str) -> ContainerRef | None:
             continue
         container = _CONTAINER.search(path, pod.end(1))
         return ContainerRef(pod[1].replace("_", "-"), container[1] if container else "")
+    return None
+
+
+def kubelet_of(cgroups: str) -> str | None:
+    """The place of the kubelet whose pod a process is in, the same for all of its pods; None: in no pod.
+
+    A host may have several, each of kind's nodes its own. From a cgroup namespace paths begin with `/..`.
+    """
+    for line in cgroups.split("\n"):
+        path = line.split(":", 2)[-1]
+        if (pod := _POD.search(path)) is not None:
+            root = path.find("kubepods", 0, pod.start())
+            place = path[: pod.start() if root < 0 else root]
+            return _UPWARDS.sub("", place).rstrip("/")
     return None
 
 

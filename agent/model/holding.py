@@ -92,6 +92,9 @@ class Record:
     # UIDs of pods that ask for devices and are not over by the API server, as far as it is known, and of
     # those that hold some by the kubelet though their object is gone: a static pod's mirror may be deleted.
     unfinished: frozenset[str] = frozenset()
+    # Units of pods that are over which the kubelet's checkpoint still names: one that has just started offers
+    # them to nobody before it has heard of all pods.
+    leftover: frozenset[str] = field(default=frozenset(), compare=False)
     # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
     began: float = field(default=-math.inf, compare=False)
 

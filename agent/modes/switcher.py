@@ -47,7 +47,7 @@ from agent.modes.ports import Announcer
 from agent.modes.resources import ResourceSet
 from agent.modes.retry import Retry
 from agent.modes.switch_state import STARTING, Phase, SwitchState
-from agent.modes.transition import WORKING, ModeStage, ModeState
+from agent.modes.transition import LEAVING, WORKING, ModeStage, ModeState
 from agent.modes.unexplained import Unexplained
 
 log = structlog.get_logger()
@@ -168,7 +168,7 @@ class ModeSwitcher:
         plan = Plan(cordoned(targets, self._gpus, self._cordons.value), plan.problem, plan.obeys)
         waiting, missing = busy, ""
         await self._aim(plan.targets)
-        if any(self._states[uuid].stage in (ModeStage.CLOSING, ModeStage.DRAINING) for uuid in plan.targets):
+        if any(self._states[uuid].stage in LEAVING for uuid in plan.targets):
             holders = await self._holders()
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
@@ -286,7 +286,7 @@ class ModeSwitcher:
             held = bool(holders.get(uuid)) or uuid in stay
             after = transition.looked(state, held=held, granted=uuid in granted)
             changed[uuid] = after
-            if after.stage in (ModeStage.CLOSING, ModeStage.DRAINING) and not after.stands_as_wanted:
+            if after.stage in LEAVING and not after.stands_as_wanted:
                 nobody = (
                     "a process of a pod that has ended" if uuid in stay else "a pod that is being admitted"
                 )

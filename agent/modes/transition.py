@@ -1,7 +1,8 @@
 """One GPU on its way from mode to mode: its state, and the pure functions by which it changes.
 
 OFFERED -> CLOSING -> (DRAINING ->) TEARING_DOWN -> SETTING_UP -> READY -> OFFERED, and OFF where nothing is
-wanted. A set-up that fails goes back to the mode before (GOING_BACK -> OFFERED), or leaves the GPU OFF.
+wanted. A set-up that fails goes back to the mode before (GOING_BACK -> OFFERED), or leaves the GPU OFF. A GPU
+that pods held before this process began is kept up for them, wanted or not (KEEPING -> DRAINING).
 The same object comes back where an event changes nothing.
 """
 
@@ -27,10 +28,15 @@ class ModeStage(Enum):
     SETTING_UP = "setting_up"  # what the target needs is started
     READY = "ready"  # the target is set up, and offered with the next publication
     GOING_BACK = "going_back"  # its set-up failed: what was offered before is set up again
+    KEEPING = "keeping"  # as draining, and what its holders need is found or started
 
 
 # Stages in which a task of the GPU is at work.
-WORKING: Final = frozenset({ModeStage.TEARING_DOWN, ModeStage.SETTING_UP, ModeStage.GOING_BACK})
+WORKING: Final = frozenset(
+    {ModeStage.TEARING_DOWN, ModeStage.SETTING_UP, ModeStage.GOING_BACK, ModeStage.KEEPING}
+)
+# Those in which somebody may have to end before it goes on.
+LEAVING: Final = frozenset({ModeStage.CLOSING, ModeStage.DRAINING, ModeStage.KEEPING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +88,8 @@ def first_seen(held_as: GpuMode | None) -> ModeState:
     if held_as is None:
         return ModeState()
     target = replace(UNSEEN, reason=TAKEN_OVER)
-    # Whether anything runs for these pods is seen when it is set up again, or torn down.
-    return ModeState(ModeStage.DRAINING, target, held_as.mode, held_as.replicas)
+    # Nobody knows yet whether what these pods need still runs.
+    return ModeState(ModeStage.KEEPING, target, held_as.mode, held_as.replicas, held_as.mode)
 
 
 def wanted(state: ModeState, target: GpuMode) -> ModeState:
@@ -100,9 +106,11 @@ def wanted(state: ModeState, target: GpuMode) -> ModeState:
             return _offered_again(after) if after.stands_as_wanted else after
         case ModeStage.TEARING_DOWN:
             return after
+        case ModeStage.KEEPING:
+            return replace(after, stage=ModeStage.SETTING_UP) if after.stands_as_wanted else after
         case ModeStage.SETTING_UP | ModeStage.READY if state.mode is not Mode.OFF:
             # It was about to be offered again as it stands listed, with its holders.
-            return after if after.stands_as_wanted else _listed_only(after)
+            return after if after.stands_as_wanted else replace(after, stage=ModeStage.KEEPING)
         case ModeStage.READY if state.running is target.mode:
             return after
         case ModeStage.SETTING_UP | ModeStage.READY | ModeStage.GOING_BACK:
@@ -114,7 +122,7 @@ def looked(state: ModeState, *, held: bool, granted: bool) -> ModeState:
     match state.stage:
         case ModeStage.CLOSING if not granted:
             return replace(state, stage=ModeStage.DRAINING) if held else _ended(state)
-        case ModeStage.DRAINING if not (held or granted or state.stands_as_wanted):
+        case ModeStage.DRAINING | ModeStage.KEEPING if not (held or granted or state.stands_as_wanted):
             return _ended(state)
     return state
 
@@ -130,6 +138,8 @@ def set_up(state: ModeState) -> ModeState:
     match state.stage:
         case ModeStage.SETTING_UP:
             return replace(state, stage=ModeStage.READY)
+        case ModeStage.KEEPING:
+            return replace(state, stage=ModeStage.DRAINING)
         case ModeStage.GOING_BACK:
             offered_before = state.before
             return replace(
@@ -146,7 +156,9 @@ def failed(state: ModeState, problem: str) -> ModeState:
     match state.stage:
         case ModeStage.SETTING_UP if state.mode is not Mode.OFF:
             # Pods are at work on it: their IDs stay listed, and whatever runs for them stays.
-            return replace(_listed_only(state), failure=problem)
+            return replace(state, stage=ModeStage.DRAINING, running=Mode.OFF, failure=problem)
+        case ModeStage.KEEPING:
+            return replace(state, stage=ModeStage.DRAINING, running=Mode.OFF)
         case ModeStage.SETTING_UP if state.before.mode not in (Mode.OFF, state.target.mode):
             return replace(state, stage=ModeStage.GOING_BACK, running=state.before.mode, failure=problem)
         case ModeStage.SETTING_UP:
@@ -191,10 +203,6 @@ def _offered_again(state: ModeState) -> ModeState:
     if state.running is state.mode:
         return replace(state, stage=ModeStage.OFFERED, before=OFF)
     return replace(state, stage=ModeStage.SETTING_UP, running=state.mode)
-
-
-def _listed_only(state: ModeState) -> ModeState:
-    return replace(state, stage=ModeStage.DRAINING, running=Mode.OFF)
 
 
 def _ended(state: ModeState) -> ModeState:

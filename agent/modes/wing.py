@@ -18,7 +18,7 @@ from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.gpu import Driver, Gpu
-from agent.model.growth import Growth
+from agent.model.growth import Growth, Place
 from agent.model.holding import Holding
 from agent.model.look import Look
 from agent.model.modes import Assignment, Mode
@@ -31,7 +31,6 @@ from agent.telemetry.container_use import Uses
 from agent.telemetry.reading import Series
 
 Document = dict[str, Any]
-Place = tuple[str, str, str, str]  # namespace, pod, container, GPU (UUID)
 
 
 class SetUpFailed(Exception):
@@ -60,7 +59,7 @@ class Node:
     nvml: NvmlPort
     calls: WorkerThread  # makes all calls to `nvml`
     supervisor: Supervisor  # for tasks that a task of the wing starts in a group of its own
-    grown: Cell[Mapping[str, Growth]]  # by GPU; the mode that is resizable publishes it
+    grown: Cell[Mapping[Place, Growth]]  # the mode that is resizable publishes it
 
     def allows(self, mode: Mode) -> bool:
         """Whether a mode may be requested under the configuration of now."""

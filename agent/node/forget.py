@@ -13,7 +13,8 @@ OWN_PREFIX = "gpu-node-agent.io/"
 CUDA_LABELS = ("cuda-major-version", "cuda-minor-version")
 # GPU Feature Discovery, where it runs, sets these itself.
 GPU_LABELS = tuple(
-    f"nvidia.com/gpu.{name}" for name in ("product", "count", "memory", "compute.major", "compute.minor")
+    f"nvidia.com/gpu.{name}"
+    for name in ("product", "count", "replicas", "memory", "compute.major", "compute.minor")
 )
 
 

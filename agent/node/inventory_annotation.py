@@ -10,7 +10,7 @@ from agent.cluster.own_node import NodeNotWritten, OwnNode
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow as follow_cells
-from agent.model.growth import Growth
+from agent.model.growth import Growth, Place, by_gpu
 from agent.model.modes import Assignment
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
 
@@ -65,14 +65,14 @@ async def follow(
     modes: Cell[Assignment],
     most_clients: int | None,
     notes: Cell[Mapping[str, str]],
-    grown: Cell[Mapping[str, Growth]],
+    grown: Cell[Mapping[Place, Growth]],
 ) -> None:
     """Keep the annotation's text true in `notes`, for ever; nothing before the GPUs were seen."""
 
     def look() -> None:
         snapshot = inventory.value
         if snapshot.gpus:
-            note = encode(inventory_of(snapshot, modes.value, most_clients, grown.value))
+            note = encode(inventory_of(snapshot, modes.value, most_clients, by_gpu(grown.value)))
             if notes.value.get(INVENTORY) != note:
                 notes.publish({**notes.value, INVENTORY: note})
 
@@ -84,7 +84,7 @@ def ahead(
     inventory: Cell[Snapshot],
     modes: Cell[Assignment],
     most_clients: int | None,
-    grown: Cell[Mapping[str, Growth]],
+    grown: Cell[Mapping[Place, Growth]],
 ) -> Callable[[], Awaitable[None]]:
     """The writer of the annotation, where there is none, before units are offered for the first time.
 
@@ -98,7 +98,8 @@ def ahead(
             return  # as it was before this process: the report writes differences
         problem = f"no answer within {AHEAD_SECONDS:g} s"
         with anyio.move_on_after(AHEAD_SECONDS):
-            note = {INVENTORY: encode(inventory_of(inventory.value, modes.value, most_clients, grown.value))}
+            found = inventory_of(inventory.value, modes.value, most_clients, by_gpu(grown.value))
+            note = {INVENTORY: encode(found)}
             try:
                 await node.write_metadata({}, note)
             except NodeNotWritten as error:

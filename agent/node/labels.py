@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from agent.inventory.snapshot import Snapshot
+from agent.model.modes import Assignment
 
 MIB = 1 << 20
 # GPU Feature Discovery sets this one with all of its labels: where it runs, its labels are its own.
@@ -12,7 +13,7 @@ GFD_MARK = "nvidia.com/gfd.timestamp"
 SIMULATED_LABEL = "gpu-node-agent.io/simulated"
 
 
-def labels_of(snapshot: Snapshot, present: Mapping[str, str]) -> dict[str, str]:
+def labels_of(snapshot: Snapshot, assignment: Assignment, present: Mapping[str, str]) -> dict[str, str]:
     """CUDA labels, and GPU labels unless GPU Feature Discovery sets those. Empty while there is no driver.
 
     `present`: the labels that the node has now; GPU Feature Discovery may come and go at any time.
@@ -26,6 +27,8 @@ def labels_of(snapshot: Snapshot, present: Mapping[str, str]) -> dict[str, str]:
         labels |= {
             "nvidia.com/gpu.product": label_value(first.product),
             "nvidia.com/gpu.count": str(len(snapshot.gpus)),
+            # Of the GPU with the most time slices. OpenCost believes `count` where it is there.
+            "nvidia.com/gpu.replicas": str(max(assignment.of(each.uuid).replicas for each in snapshot.gpus)),
             "nvidia.com/gpu.memory": str(first.memory_bytes // MIB),
             "nvidia.com/gpu.compute.major": str(first.compute_capability[0]),
             "nvidia.com/gpu.compute.minor": str(first.compute_capability[1]),

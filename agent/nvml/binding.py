@@ -2,6 +2,7 @@
 
 import ctypes
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pynvml
@@ -9,6 +10,7 @@ import pynvml
 from agent.model.gpu import Driver, Gpu, normalise_bus_id
 from agent.model.recovery_action import RecoveryAction
 from agent.nvml import loading
+from agent.nvml.activity import Activity
 from agent.nvml.calls import Opaque
 from agent.nvml.calls import call as _call
 from agent.nvml.calls import offered as _offered
@@ -64,6 +66,7 @@ class NvmlBinding:
         self._open = False
         self._memory_v2 = True
         self._bus_ids: dict[str, str] = {}  # as NVML spells them
+        self._activity = Activity()
         self._event_set: Opaque = None
         self._watched: dict[int | None, str] = {}  # device handle -> UUID
 
@@ -111,6 +114,7 @@ class NvmlBinding:
         if not self._open:
             return
         try:
+            self._activity.close()
             self.unwatch_all()
         finally:
             # Initialisations are counted, and the library holds the device files until the last is gone.
@@ -176,7 +180,9 @@ class NvmlBinding:
     def sample(self, uuid: str, request: SampleRequest | None = None) -> Sample:
         handle = self._handle(uuid)
         used, total = self._memory(handle)
-        return read_sample(handle, used, total, request or SampleRequest(time.time_ns() // 1000 - 1_000_000))
+        request = request or SampleRequest(time.time_ns() // 1000 - 1_000_000)
+        sample = read_sample(handle, used, total, request)
+        return replace(sample, activity=self._activity.read(uuid, handle)) if request.activity else sample
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         one, other = self._handle(uuid_a), self._handle(uuid_b)

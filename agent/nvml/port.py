@@ -20,6 +20,10 @@ from agent.model.recovery_action import RecoveryAction
 FIRST_WITH_MEMORY_LIMITS = 615
 
 
+# Parts of a GPU whose activity may be read: time with work, multiprocessors, tensor cores, memory bandwidth.
+ACTIVITY = ("engine", "sm", "tensor", "memory")
+
+
 class EventKind(Enum):
     """Kinds of NVML events that the agent listens to."""
 
@@ -85,6 +89,8 @@ class Sample:
     ecc_uncorrected: int | None = None
     nvlink: Traffic | None = None
     pcie_bytes_per_second: tuple[float, float] | None = None  # sent, received
+    # 0..1 since the reading before, by the names in ACTIVITY.
+    activity: Mapping[str, float] | None = None
     processes: tuple[GpuProcess, ...] | None = None
     # (pid, 0..1): mean use of the GPU's multiprocessors over the driver's samples after `since_us`.
     # Processes that did nothing are left out. None: the GPU has no such figures.
@@ -99,6 +105,7 @@ class SampleRequest:
 
     since_us: int
     pcie: bool = False  # throughput; each reading blocks for 40 ms
+    activity: bool = False  # of SMs, tensor cores and memory
     # Also what moves slowly: power limit, energy, ECC and NVLink counters, which are half of the calls' time.
     counters: bool = True
     # A clock that was set back leaves samples of the driver that lie in the future: they are old ones.

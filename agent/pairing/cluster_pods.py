@@ -72,6 +72,12 @@ class ClusterPods(PodSource):
         except ApiError as error:
             raise PodsUnavailable(str(error)) from error
 
+    async def list_now(self) -> Collection[Pod]:
+        try:
+            return await self._cache.list_now()
+        except ApiError as error:
+            raise PodsUnavailable(str(error)) from error
+
     async def ask_after(self, pods: Mapping[str, PodKey]) -> None:
         """Ask for pods by their UIDs, each by its name: the next view knows which are over.
 

@@ -28,6 +28,9 @@ class Call:
     inherited: frozenset[str]  # IDs of plain init containers before, which come with the container
     available: frozenset[str] | None
     now: float  # seconds
+    leftover: frozenset[str] = (
+        NOTHING  # units of pods that are over, which the kubelet may not have freed yet
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class PairRules:
         if existing and (existing.pod.uid != asker.pod.uid or not existing.granted):
             existing = None
         if existing and existing.needs(call.member) == call.size:
-            return existing, ""
+            return replace(existing, expires=call.now + self.reservation_seconds), ""
         try:
             demand, group = asker.needs(self.pair)
             spread = {each.partition(SEPARATOR)[0] for each in call.inherited}
@@ -262,4 +265,7 @@ class PairRules:
             return taken
         # In this order, since nearly all that the kubelet does not offer is held.
         withheld = state.units.get(call.member, NOTHING).difference(taken, own, call.available)
-        return taken | withheld if withheld else taken
+        if not withheld:
+            return taken
+        # A kubelet that keeps units of one member for a pod that is over keeps those of the other, too.
+        return taken | withheld | (NOTHING if withheld.isdisjoint(call.leftover) else call.leftover - own)

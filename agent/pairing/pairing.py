@@ -84,6 +84,9 @@ class Pairing:
         self._state = PairState()
         self._read = -math.inf  # when the newest reading began that the state knows of
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
+        # When the call that is being served began: a promise may wait for it, and finding out who asks may
+        # take longer than any promise lasts.
+        self._serving_since = math.inf
         # The pod whose later containers are still to be admitted.
         self._continuing = Continuing()
         self._preferred: Preferred | None = None  # None: the last call was another one
@@ -220,9 +223,11 @@ class Pairing:
             refused,
             lambda: not self._turn.statistics().tasks_waiting,
         )
+        call = replace(call, now=self._clock())
         if facts.record is not None:
             self._take_in(facts.record, facts.pods)
-        reservation, hint_ignored = self.rules.reserve(self._state, replace(call, now=self._clock()), asker)
+            call = replace(call, leftover=facts.record.leftover)
+        reservation, hint_ignored = self.rules.reserve(self._state, call, asker)
         if hint_ignored:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
         return reservation
@@ -256,6 +261,7 @@ class Pairing:
         async with self._turn:
             self._forget_late()
             preferred, self._preferred = self._preferred, None
+            self._serving_since = self._clock()
             try:
                 yield preferred
             except PairRefused as refusal:
@@ -264,9 +270,11 @@ class Pairing:
                 else:
                     self.turn_away(refusal.pod, str(refusal))
                 raise
+            finally:
+                self._serving_since = math.inf
 
     def _forget_late(self) -> None:
-        now = self._clock()
+        now = min(self._clock(), self._serving_since)
         for reservation in self.ledger.reservations:
             if reservation.expires <= now and not reservation.complete:
                 self.stats.expired += 1

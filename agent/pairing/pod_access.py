@@ -51,6 +51,10 @@ class PodSource:
         """One pod, read again, within a second; None: there is none. Raises PodsUnavailable."""
         raise PodsUnavailable(f"pod {namespace}/{name} cannot be read: the agent has no API server")
 
+    async def list_now(self) -> Collection[Pod]:
+        """All pods of this node by the API server's word of now, within a second. Raises PodsUnavailable."""
+        raise PodsUnavailable("the node's pods cannot be listed: the agent has no API server")
+
 
 class Recorder:
     """Reports to pods' owners; never waits. This one writes to the log alone."""

@@ -50,13 +50,14 @@ def askers(
 ) -> list[Asker]:
     """Containers that may be asking for `size` units. What is granted and not in the record yet counts, too.
 
-    Without a record every waiting pod of the node may be asking.
+    Without a record any pod of the node may be asking, even one that is deleted while the kubelet admits it,
+    and any of its containers that this process has not just served.
     """
     resource = resource_of(pair, member)
     served = {(each.pod.uid, each.holder.container) for each in reservations if member in each.granted}
     found: list[Asker] = []
     for pod in pods:
-        if pod.finished or pod.ending or (record is not None and pod.key not in record.pods):
+        if pod.finished or (record is not None and (pod.ending or pod.key not in record.pods)):
             continue
         wanting = [each for each in pod.containers if each.limits.get(resource)]
         # Containers before one that holds the resource were served.
@@ -71,11 +72,10 @@ def askers(
         for container in wanting[first:]:
             if (pod.uid, container.name) in served:
                 continue
-            if container.limits[resource] == size:
+            if matches := container.limits[resource] == size:
                 found.append(Asker(pod, container))
-                break
             # That of a plain init container may be served: no record shows it without a readable checkpoint.
-            if container.stage is not Stage.INIT:
+            if record is not None and (matches or container.stage is not Stage.INIT):
                 break
     # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits.
     return [asker for asker in found if asker.pod.status.phase == "Pending"] or found

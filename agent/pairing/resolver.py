@@ -40,6 +40,7 @@ class Facts:
     pods: Mapping[PodKey, Pod]
     unknown: frozenset[PodKey] = frozenset()  # listed pods whose spec cannot be read
     absent: frozenset[PodKey] = frozenset()  # listed pods that the API server does not know
+    problem: str = ""  # why neither the record nor the API server says who may be asking
 
 
 @dataclass
@@ -119,10 +120,11 @@ class RequesterResolver:
                 # by the next kubelet. The first is beside an admission, whose own call then waits; the second
                 # before that kubelet has heard of others, and by now who was just rejected is out.
                 found = [each for each in found if not each.pod.started] or found
-            if len(found) == 1 and not facts.unknown:
+            known = not (facts.unknown or facts.problem)
+            if len(found) == 1 and known and not found[0].pod.ending:
                 return facts, found[0]
             # Equal pods are not the same: whose limits a container gets depends on who it is.
-            doubt = len(found) > 1 and not facts.unknown
+            doubt = len(found) > 1 and known
             now = anyio.current_time()
             if doubt:
                 self._doubt.spent, counted = self._doubt.spent + now - counted, now
@@ -139,10 +141,20 @@ class RequesterResolver:
 
     async def _facts(self, member: PairMember, deadline: float) -> Facts:
         record = await self.record(deadline)
+        if record is None:
+            return await self._by_the_server()
         # A pod may have followed another of the same name: the one that goes is not asking.
         known = sorted(self._source.pods_on_node(), key=lambda pod: not (pod.finished or pod.ending))
         facts = Facts(record, pods := {pod.key: pod for pod in known})
-        return await self._fetched(facts, record, record.pods - pods.keys(), member) if record else facts
+        return await self._fetched(facts, record, record.pods - pods.keys(), member)
+
+    async def _by_the_server(self) -> Facts:
+        """All pods of the node, read now: a watch may be mute, and no record shows what has come since."""
+        try:
+            return Facts(None, {pod.key: pod for pod in await self._source.list_now()})
+        except PodsUnavailable as error:
+            log.warning("pods_unavailable", problem=str(error))
+            return Facts(None, {}, problem=str(error))
 
     async def _confirmed(self, facts: Facts, asker: Asker, asked: dict[str, Pod | None]) -> Facts:
         """With a fresh copy of the only one that may be asking, where the copy may be of a pod that is over.
@@ -150,12 +162,9 @@ class RequesterResolver:
         Its successor of the same name is another pod: with limits, a namespace's policy and a UID of its own.
         `asked`: fresh copies of this call by the older copy's UID; None: the API server did not answer.
         """
-        pod, current = asker.pod, self._source.current()
-        if facts.record is None and not current:
-            # Neither the kubelet nor the API server shows the pods that have come since.
-            return replace(facts, unknown=facts.unknown | {pod.key})
+        pod = asker.pod
         waits = pod.status.phase == "Pending"
-        if current and waits:
+        if facts.record is None or (self._source.current() and waits):
             return facts
         if pod.uid not in asked:
             asked[pod.uid] = None
@@ -199,8 +208,13 @@ class RequesterResolver:
 
 
 def _nobody(facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:
-    keys = [each.pod.key for each in found] + sorted(facts.unknown)
-    if keys:
+    keys = [each.pod.key for each in found if not each.pod.ending or len(found) > 1] + sorted(facts.unknown)
+    if facts.problem:
+        text = (
+            f"who asks for {asked} is not known, and nothing is guessed: neither the kubelet's PodResources "
+            f"nor the API server can be read ({facts.problem}); restore one of them and {RETRY}"
+        )
+    elif keys:
         log.warning("asker_doubtful", asked=asked, pods=["/".join(key) for key in keys])
         remedy = "restore the connection to the API server and " if facts.unknown else ""
         text = f"{asked} may be asked for by any of {_named(keys)}: nothing is guessed; {remedy}{RETRY}"

@@ -121,6 +121,8 @@ class Sampling(Section, frozen=True):
     # Means and maxima are over so much time: at least the time between two scrapes.
     window_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     pcie_throughput: bool = False  # reading it blocks for 40 ms per GPU
+    # Of SMs, tensor cores and memory, by GPM: Hopper and newer.
+    activity: bool = False
 
 
 class MetricsSettings(Section, frozen=True):

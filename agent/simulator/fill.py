@@ -9,6 +9,7 @@ _PEER_SWITCH = 2
 _SWITCH_DEVICE_ID = 0x22A310DE
 _BRAND_TESLA = 2
 _BRAND_NVIDIA = 14
+_GPM_SINCE = (9, 0)
 _IDLE = 0x1  # nvmlClocksEventReasonGpuIdle
 
 
@@ -36,6 +37,7 @@ def fill_gpu(gpu: GpuState, profile: Profile, slot: int) -> None:
     gpu.ecc_supported = 1
     gpu.remap_supported = int(model.remaps_rows)
     gpu.retirement_supported = int(not model.remaps_rows)
+    gpu.gpm_supported = int(model.compute_capability >= _GPM_SINCE)
     gpu.supported_events = events.ECC_SINGLE | events.ECC_DOUBLE | events.PSTATE | events.XID | events.CLOCK
     for clock, limit in enumerate(model.max_clocks_mhz):
         gpu.max_clocks_mhz[clock] = limit

@@ -5,12 +5,14 @@ injected fault strikes both faces alike.
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from agent.model.gpu import Driver, Gpu
 from agent.model.recovery_action import RecoveryAction
 from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
 from agent.nvml.port import (
+    ACTIVITY,
     FIRST_WITH_MEMORY_LIMITS,
     ComputeMode,
     EventKind,
@@ -48,6 +50,7 @@ class SimulatedNvml:
         self._at_open: tuple[int, ...] = ()
         self._described: set[int] = set()
         self._limits: dict[tuple[str, Path], int] = {}
+        self._active: dict[int, bool] = {}  # slots that were asked for GPM, and whether they have it
 
     def open(self) -> Driver:
         """See the port."""
@@ -84,6 +87,7 @@ class SimulatedNvml:
             self.unwatch_all()
         finally:
             self._call("nvmlShutdown")
+            self._active.clear()
             self._open = False
 
     def count(self) -> int:
@@ -149,7 +153,25 @@ class SimulatedNvml:
         slot = self._handle(uuid)
         sized = self._offered("nvmlDeviceGetMemoryInfo", slot)
         request = request or SampleRequest(time.time_ns() // 1000 - 1_000_000)
-        return moving_figures.read_sample(self._mapping, slot, sized, request, self._offered)
+        sample = moving_figures.read_sample(self._mapping, slot, sized, request, self._offered)
+        return replace(sample, activity=self._activity(slot)) if request.activity else sample
+
+    def _activity(self, slot: int) -> dict[str, float] | None:
+        """As `agent.nvml.activity` asks: nothing of the first sample, nor after a failure."""
+        gpu, before = self._mapping.gpu(slot), slot in self._active
+        try:
+            if not before:
+                known = self._offered("nvmlGpmQueryDeviceSupport", slot)
+                self._active[slot] = known and bool(gpu.gpm_supported)
+            if not self._active[slot]:
+                return None
+            self._device("nvmlGpmSampleGet", slot)
+        except NvmlError as error:
+            self._active.pop(slot, None)
+            if isinstance(error, NvmlGpuLost):
+                raise
+            return None
+        return {name: gpu.activity[at] / 100 for at, name in enumerate(ACTIVITY)} if before else None
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         """See the port."""

@@ -48,6 +48,8 @@ CALLS: Final = (
     "nvmlDeviceGetCurrentClocksEventReasons",
     "nvmlDeviceGetPerformanceState",
     "nvmlDeviceGetPcieThroughput",
+    "nvmlGpmQueryDeviceSupport",
+    "nvmlGpmSampleGet",
     "nvmlDeviceGetEccMode",
     "nvmlDeviceGetTotalEccErrors",
     "nvmlDeviceGetMemoryErrorCounter",

@@ -23,6 +23,7 @@ EVENT_SLOTS: Final = 1024  # a reader that falls further behind loses the oldest
 FAULT_SLOTS: Final = 32
 PROCESS_SLOTS: Final = 2048
 NO_RECOVERY_ACTION: Final = 0xFFFFFFFF  # of a driver before R565: it has no such field
+ACTIVITIES: Final = 4  # engine, SM, tensor, memory: as agent.nvml.activity asks for them
 CLOCKS: Final = 4  # graphics, SM, memory, video: nvmlClockType_t
 
 
@@ -128,6 +129,8 @@ class GpuState(Structure):
     retired_double: int
     link_count: int
     recovery_action: int
+    gpm_supported: int
+    activity: Array[c_uint32]  # percent
     ancestor: Array[c_uint32]
     clocks_mhz: Array[c_uint32]
     max_clocks_mhz: Array[c_uint32]
@@ -183,6 +186,8 @@ class GpuState(Structure):
         ("retired_double", c_uint32),
         ("link_count", c_uint32),
         ("recovery_action", c_uint32),
+        ("gpm_supported", c_uint32),
+        ("activity", c_uint32 * ACTIVITIES),
         ("ancestor", c_uint32 * MAX_GPUS),
         ("clocks_mhz", c_uint32 * CLOCKS),
         ("max_clocks_mhz", c_uint32 * CLOCKS),

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from agent.kit.cell import Cell
+from agent.model.growth import Place
 from agent.model.modes import Mode
 from agent.modes.switch_state import SwitchState
-from agent.modes.wing import Document, Place, Wing
+from agent.modes.wing import Document, Wing
 from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import ContainerUse
 from agent.telemetry.gpus import THROTTLE_REASONS

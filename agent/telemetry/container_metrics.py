@@ -47,6 +47,7 @@ _VALUES: Sequence[tuple[d.Definition, Value, Callable[[ContainerUse], Attributio
         lambda each: each.utilization_grade,
     ),
     (d.CONTAINER_GPU_SECONDS, lambda each: each.gpu_seconds, None),
+    (d.CONTAINER_HELD, lambda each: each.use.share.held, None),
     (d.CONTAINER_CORE_LIMIT, lambda each: each.use.share.core_limit, None),
     (d.CONTAINER_PROCESSES, lambda each: each.use.processes if _memory_known(each) else None, None),
 )

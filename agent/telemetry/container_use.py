@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -11,15 +12,15 @@ import anyio.to_thread
 from agent.holdings.owners import Owners
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
+from agent.model.growth import Growth, Place
 from agent.model.holding import Record
-from agent.model.modes import Mode
+from agent.model.modes import Assignment, Mode
 from agent.model.pod import Pod
 from agent.telemetry.attribution import NO_PODS, Attribution, Use, attribute
 from agent.telemetry.sampler import Samples, TakenSample
-from agent.telemetry.shares import ContainerShare, by_gpu, shares_of
+from agent.telemetry.shares import NO_GROWTH, ContainerShare, by_gpu, shares_of
 from agent.telemetry.window import Span, Window
 
-Key = tuple[str, str, str, str]  # of a share
 Pods = Callable[[], Mapping[str, Pod]]
 
 
@@ -49,6 +50,15 @@ class Uses:
     other: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
 
 
+class _Known(NamedTuple):
+    """The inputs of shares."""
+
+    holdings: Record | None
+    snapshot: Snapshot
+    assignment: Assignment
+    grown: Mapping[Place, Growth]
+
+
 class ContainerWatch:
     """Publishes `uses`. Values exist from the moment that the kubelet records a container's devices."""
 
@@ -60,18 +70,24 @@ class ContainerWatch:
         owners: Owners,
         pods: Pods = lambda: NO_PODS,
         window_seconds: float = 60.0,
+        *,
+        assignment: Cell[Assignment] | None = None,
+        grown: Cell[Mapping[Place, Growth]] | None = None,
     ) -> None:
+        """`assignment`: for the number of time slices. `grown`: beyond the kubelet's records."""
         self._snapshot = snapshot
+        self._assignment = assignment or Cell(Assignment())
+        self._grown = grown or Cell(NO_GROWTH)
         self._samples = samples
         self._holdings = holdings
         self._owners = owners
         self._pods = pods
         self._window = window_seconds
-        self._windows: dict[Key, tuple[_GradedWindow, _GradedWindow]] = {}
-        self._seconds: dict[Key, float] = {}
+        self._windows: dict[Place, tuple[_GradedWindow, _GradedWindow]] = {}
+        self._seconds: dict[Place, float] = {}
         self._counted: dict[str, float] = {}  # UUID -> when the sample was taken whose work was counted last
         # Device IDs are taken apart only when the records changed: there may be thousands.
-        self._read: tuple[Record | None, Snapshot | None] = (None, None)
+        self._read: _Known | None = None
         self._shares: tuple[ContainerShare, ...] = ()
         self.uses: Cell[Uses] = Cell(Uses())
 
@@ -80,7 +96,7 @@ class ContainerWatch:
             await self.look(samples)
 
     async def look(self, samples: Samples) -> None:
-        holdings, snapshot = self._holdings.value, self._snapshot.value
+        holdings = self._holdings.value
         if (holdings is None or not holdings.holdings) and not _anybody(samples):
             # Nobody is there: not worth waking a thread.
             if self.uses.value.containers or self.uses.value.other:
@@ -89,21 +105,18 @@ class ContainerWatch:
                 self.uses.publish(Uses())
             return
         now, pods = anyio.current_time(), self._pods()
-        uses = await anyio.to_thread.run_sync(self._work_out, holdings, snapshot, samples, pods, now)
+        known = _Known(holdings, self._snapshot.value, self._assignment.value, self._grown.value)
+        uses = await anyio.to_thread.run_sync(self._work_out, known, samples, pods, now)
         self.uses.publish(uses)
 
-    def _work_out(
-        self,
-        holdings: Record | None,
-        snapshot: Snapshot,
-        samples: Samples,
-        pods: Mapping[str, Pod],
-        now: float,
-    ) -> Uses:
-        if self._read[0] is not holdings or self._read[1] is not snapshot:
-            gpus = {state.uuid: state.gpu for state in snapshot.gpus}
-            self._shares = shares_of(holdings, gpus) if holdings else ()
-            self._read = (holdings, snapshot)
+    def _work_out(self, known: _Known, samples: Samples, pods: Mapping[str, Pod], now: float) -> Uses:
+        if self._read is None or any(one is not other for one, other in zip(self._read, known, strict=True)):
+            gpus = {state.uuid: state.gpu for state in known.snapshot.gpus}
+            modes = known.assignment.gpus
+            slices = {uuid: each.replicas for uuid, each in modes.items() if each.mode.row.slices}
+            holdings = known.holdings
+            self._shares = shares_of(holdings, gpus, slices, known.grown) if holdings else ()
+            self._read = known
         # Kubelets before 1.34 list pods that have finished, and hold nothing, too.
         finished = {pod.key for pod in pods.values() if pod.finished}
         shares = by_gpu(share for share in self._shares if share.pod_key not in finished)
@@ -118,8 +131,8 @@ class ContainerWatch:
                 other[uuid] = (found.foreign_memory, found.unknown_memory)
             elapsed = self._elapsed(uuid, taken) if taken else 0.0
             containers += [self.windowed(use, now, elapsed) for use in found.uses]
-        known = {each.use.share.key for each in containers}
-        for key in self._windows.keys() - known:
+        present = {each.use.share.key for each in containers}
+        for key in self._windows.keys() - present:
             del self._windows[key]
             self._seconds.pop(key, None)
         self._counted = {uuid: taken.at for uuid, taken in samples.taken.items()}

@@ -104,6 +104,19 @@ GPU_PCIE = _gauge(
     (*_GPU, "direction"),
     "PCIe throughput, sent and received; only with sampling.pcieThroughput.",
 )
+_ACTIVITY = "only with sampling.activity, of GPUs and drivers that have it."
+GPU_ENGINE_ACTIVE = _gauge(
+    "gpu_engine_active_ratio",
+    _GPU,
+    f"Share of the time since the last sample in which work ran; {_ACTIVITY}",
+)
+GPU_SM_ACTIVE = _gauge("gpu_sm_active_ratio", _GPU, f"Mean share of multiprocessors at work; {_ACTIVITY}")
+GPU_TENSOR_ACTIVE = _gauge(
+    "gpu_tensor_active_ratio", _GPU, f"Share of the time in which tensor cores worked; {_ACTIVITY}"
+)
+GPU_MEMORY_BANDWIDTH = _gauge(
+    "gpu_memory_bandwidth_ratio", _GPU, f"Used part of the memory's bandwidth; {_ACTIVITY}"
+)
 GPU_PROCESSES = _gauge("gpu_processes", _GPU, "Processes that use the GPU for computing.")
 GPU_UNEXPLAINED = _gauge(
     "gpu_unexplained_processes",
@@ -184,6 +197,12 @@ CONTAINER_CORE_LIMIT = _gauge(
     _SHARE,
     "Share of the GPU's computing power that the container was given; missing where only memory was.",
 )
+CONTAINER_HELD = _gauge(
+    "container_held_ratio",
+    _SHARE,
+    "Part of the GPU that the container holds, as bills count it: the larger of its parts of compute and "
+    "memory, growth included, or its part of the GPU's time slices.",
+)
 CONTAINER_PROCESSES = _gauge(
     "container_processes", _SHARE, "Processes of the container on the GPU, as far as they can be attributed."
 )
@@ -209,6 +228,18 @@ GPU_MODE = _info(
 )
 GPU_SELLING = _gauge(
     "gpu_selling", _GPU, "1 while units of the GPU are offered, 0 while it drains or is off."
+)
+# What the node could still give, by mode, of healthy GPUs. Missing until it is known who holds what.
+FREE_GPUS = _gauge("free_gpus", ("mode",), "GPUs that are offered and of which nobody holds anything.")
+FREE_COMPUTE = _gauge("free_compute_gpus", ("mode",), "Compute that is free on offered GPUs, in GPUs.")
+LARGEST_FREE = _gauge(
+    "largest_free_ratio", ("mode",), "The largest part of one GPU that is free, with memory in proportion."
+)
+UNUSABLE_COMPUTE = _gauge(
+    "unusable_compute_gpus",
+    ("mode",),
+    "The part of the free compute, in GPUs, that the next pod of the usual mix of sizes is expected not to "
+    "be able to use: too little is left on each GPU, of compute or of memory.",
 )
 MODE_STATE = _gauge("mode_state", ("state",), "1 for the state that the node's mode is in, 0 for the others.")
 MODE_SWITCHES = _counter("gpu_mode_switches", (), "How often a GPU came into another mode.")

@@ -20,6 +20,12 @@ THROTTLE_REASONS = (
     (0x080, "hw_power_brake"),
     (0x100, "display_clocks"),
 )
+_ACTIVITY = {
+    "engine": d.GPU_ENGINE_ACTIVE,
+    "sm": d.GPU_SM_ACTIVE,
+    "tensor": d.GPU_TENSOR_ACTIVE,
+    "memory": d.GPU_MEMORY_BANDWIDTH,
+}
 
 
 def sample_series(taken: TakenSample, labels: tuple[str, str]) -> Iterator[Series]:
@@ -68,6 +74,8 @@ def _detailed(sample: Sample, labels: tuple[str, str]) -> Iterator[Series]:
         yield d.GPU_NVLINK, sample.nvlink.received_bytes, (*labels, "received")
         for kind, count in sample.nvlink.errors.items():
             yield d.GPU_NVLINK_ERRORS, count, (*labels, kind)
+    for part, active in (sample.activity or {}).items():
+        yield _ACTIVITY[part], active, labels
     if sample.pcie_bytes_per_second is not None:
         sent, received = sample.pcie_bytes_per_second
         yield d.GPU_PCIE, sent, (*labels, "sent")

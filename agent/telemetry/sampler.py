@@ -58,6 +58,7 @@ class Sampler:
         interval_seconds: float,
         window_seconds: float = 60.0,
         pcie: bool = False,
+        activity: bool = False,
     ) -> None:
         self._nvml = nvml
         self._sweep = Sweep[str, Sample](thread, self.sample)
@@ -65,6 +66,7 @@ class Sampler:
         self._interval = interval_seconds
         self._window = window_seconds
         self._pcie = pcie
+        self._activity = activity
         self._failures: dict[str, int] = {}
         self._problems: dict[str, str] = {}
         self._since: dict[str, int] = {}  # UUID -> microseconds since 1970
@@ -121,11 +123,13 @@ class Sampler:
         now = time.monotonic()
         due, last = self._counted.get(uuid, (now, None))
         if last is None or now >= due:
-            sample = self._nvml.sample(uuid, SampleRequest(since, self._pcie, until_us=until))
+            sample = self._nvml.sample(uuid, SampleRequest(since, self._pcie, self._activity, until_us=until))
             self._counted[uuid] = (now + COUNTERS_SECONDS, sample)
             return sample
         return replace(
-            self._nvml.sample(uuid, SampleRequest(since, self._pcie, counters=False, until_us=until)),
+            self._nvml.sample(
+                uuid, SampleRequest(since, self._pcie, self._activity, counters=False, until_us=until)
+            ),
             power_limit_watts=last.power_limit_watts,
             energy_joules=last.energy_joules,
             ecc_corrected=last.ecc_corrected,

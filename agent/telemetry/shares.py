@@ -1,14 +1,21 @@
-"""Shares of each container in each GPU, from the kubelet's records."""
+"""Shares of each container in each GPU, from the kubelet's records and what containers have grown by."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from agent.model.demand import CORES
 from agent.model.gpu import Gpu
+from agent.model.growth import Growth, Place
 from agent.model.holding import Record
 from agent.model.ids import BadDeviceId, parse
 from agent.model.modes import MODE_OF_UNIT, PAIRS, Mode
+from agent.model.units import REPLICA
 
+NO_SLICES: Mapping[str, int] = MappingProxyType({})
+NO_GROWTH: Mapping[Place, Growth] = MappingProxyType({})
+_NOT_GROWN = Growth()
 _CORES = frozenset(pair.core_unit for pair in PAIRS.values())
 _BLOCK_BYTES = {pair.memory_unit: pair.block_bytes for pair in PAIRS.values()}
 
@@ -23,10 +30,11 @@ class ContainerShare:
     mode: Mode
     core_limit: float | None  # 0..1 of the GPU; None: nothing was said of cores
     memory_limit: int  # bytes
+    # 0..1 of the GPU as bills count it: the larger of its parts of cores and memory. None: not known.
+    held: float | None = None
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
-        """Namespace, pod, container, GPU."""
+    def key(self) -> Place:
         return (self.namespace, self.pod, self.container, self.gpu)
 
     @property
@@ -39,13 +47,23 @@ class ContainerShare:
 class _Units:
     mode: Mode
     whole: bool = False
+    slices: int = 0
     cores: int = 0
     memory: int = 0
+    grown: Growth = _NOT_GROWN
 
 
-def shares_of(pods: Record, gpus: Mapping[str, Gpu]) -> tuple[ContainerShare, ...]:
-    """Every share of the GPUs that are known, by UUID. Resources of other plugins are passed over."""
-    found: dict[tuple[str, str, str, str], _Units] = {}
+def shares_of(
+    pods: Record,
+    gpus: Mapping[str, Gpu],
+    slices: Mapping[str, int] = NO_SLICES,
+    grown: Mapping[Place, Growth] = NO_GROWTH,
+) -> tuple[ContainerShare, ...]:
+    """Every share of the GPUs that are known, by UUID. Resources of other plugins are passed over.
+
+    `slices`: of each GPU, as far as it is known. `grown`: what containers have beyond the kubelet's records.
+    """
+    found: dict[Place, _Units] = {}
     for holding in pods.holdings:
         if not holding.listed:
             continue  # plain init containers: their heirs have the same units, and run when they have ended
@@ -62,19 +80,39 @@ def shares_of(pods: Record, gpus: Mapping[str, Gpu]) -> tuple[ContainerShare, ..
                 units.cores += 1
             elif device.unit in _BLOCK_BYTES:
                 units.memory += _BLOCK_BYTES[device.unit]
+            elif device.unit is REPLICA:
+                units.slices += 1
             else:
                 units.whole = True
-    return tuple(_share(key, units, gpus[key[3]]) for key, units in found.items() if key[3] in gpus)
+    for key, growth in grown.items():
+        if key in found:
+            found[key].grown = growth
+    taken = Counter[str]()
+    for key, units in found.items():
+        taken[key[3]] += units.slices
+    # More may be held than there are while a layout with fewer waits for its turn.
+    there = {uuid: max(count, taken[uuid]) for uuid, count in slices.items()}
+    return tuple(_share(key, units, gpus[key[3]], there) for key, units in found.items() if key[3] in gpus)
 
 
-def _share(key: tuple[str, str, str, str], units: _Units, gpu: Gpu) -> ContainerShare:
+def _share(key: Place, units: _Units, gpu: Gpu, slices: Mapping[str, int]) -> ContainerShare:
     pair = units.mode.row.pair
-    # 100 cores may stand for the GPU with all its memory, whatever was asked of that.
+    # 100 cores that a pod asked for may stand for the GPU with all its memory, whatever was asked of that.
     whole = units.whole or (pair is not None and pair.whole_gpus and units.cores == CORES)
     namespace, pod, container, uuid = key
-    cores = 1.0 if whole else units.cores / CORES if units.cores else None
-    memory = gpu.memory_bytes if whole else units.memory
-    return ContainerShare(namespace, pod, container, uuid, gpu.index, units.mode, cores, memory)
+    promised = units.cores + units.grown.cores
+    cores = 1.0 if whole or units.slices else promised / CORES if promised else None
+    memory = gpu.memory_bytes if whole or units.slices else units.memory + units.grown.memory_bytes
+    held: float | None
+    if units.slices:
+        held = units.slices / slices[uuid] if uuid in slices else None
+    elif whole or pair is None:
+        held = 1.0
+    else:
+        # Less than the GPU has, where a server needs some.
+        offered = pair.blocks(gpu.memory_bytes) * pair.block_bytes
+        held = min(1.0, max(cores or 0.0, memory / offered if offered else 0.0))
+    return ContainerShare(namespace, pod, container, uuid, gpu.index, units.mode, cores, memory, held)
 
 
 def by_gpu(shares: Iterable[ContainerShare]) -> dict[str, list[ContainerShare]]:

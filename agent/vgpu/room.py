@@ -167,17 +167,13 @@ class Isolation:
             self._grown = (containers, found)
         return self._grown[1]
 
-    def growth(self) -> Mapping[str, Growth]:
-        """The sizes of these units, by GPU."""
-        found: dict[str, Growth] = {}
-        for about in (each.about for each in self.containers.value.values()):
-            if about.grown or about.grown_cores:
-                before = found.get(about.gpu, Growth())
-                found[about.gpu] = Growth(
-                    before.memory_bytes + len(about.grown) * VGPU.block_bytes,
-                    before.cores + len(about.grown_cores),
-                )
-        return found
+    def growth(self) -> Mapping[tuple[str, str, str, str], Growth]:
+        """The sizes of these units, by container."""
+        return {
+            about.place: Growth(len(about.grown) * VGPU.block_bytes, len(about.grown_cores))
+            for about in (each.about for each in self.containers.value.values())
+            if about.grown or about.grown_cores
+        }
 
     async def resize(self, key: str, about: About) -> None:
         """Give a container another cap. Raises FolderUnusable: it has the one that its folder says."""

@@ -10,12 +10,12 @@ from agent.kubelet.plugin_types import ResourcePlugin
 from agent.lists.pairs import pairs_collector
 from agent.model.compat import hooked, vgpu_warning
 from agent.model.demand import VGPU
-from agent.model.growth import Growth
+from agent.model.growth import Growth, by_gpu
+from agent.model.growth import Place as PlaceOfContainer
 from agent.model.holding import Holding
 from agent.model.look import Look
 from agent.model.modes import Mode
 from agent.modes.wing import Document, Machine, Node, Task, Wing
-from agent.modes.wing import Place as PlaceOfContainer
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 from agent.telemetry import definitions as d
@@ -112,7 +112,8 @@ class VgpuWing(Wing):
         yield from pairs_collector(self.mode.value, pairing.stats, pairing.waiting, self.limits.fences())
         if self.limits.begun and self.limits.enforcement is not Enforcement.OFF:
             yield from self.limits.publisher.metrics()
+            grown = by_gpu(self._node.grown.value)
             for state in self._node.snapshot.value.gpus:
                 if self._node.assignment.value.of(state.uuid).mode is self.mode:
-                    grown = self._node.grown.value.get(state.uuid, Growth())
-                    yield d.GROWN_MEMORY, grown.memory_bytes, (state.uuid, str(state.gpu.index))
+                    growth = grown.get(state.uuid, Growth())
+                    yield d.GROWN_MEMORY, growth.memory_bytes, (state.uuid, str(state.gpu.index))

@@ -114,6 +114,8 @@ RULES = (
     _sh(r"kubectl ", How.CLUSTER),
     Rule("promql", "", How.HERE),
     Rule("yaml", "", How.PARSED),
+    # tests/component/monitoring/test_names_of_others.py
+    Rule("csv", "EndTimestamp,", How.ELSEWHERE),
 )
 
 

@@ -18,6 +18,9 @@ DROPPED = {"drop": ["ALL"]}
 OF_OTHERS = r"-cleanup$|-gpu-(viewer|operator)$"  # roles: of the hook, and of people
 
 
+SLICES = 'config.layouts={"cut": [{"gpus": ["all"], "mode": "pgpu", "replicas": 4}]}'
+
+
 def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> list[dict[str, Any]]:
     kinds = ("DaemonSet", "Deployment", "Job")
     return [each["spec"]["template"]["spec"] for each in objects if each["kind"] in kinds]
@@ -44,7 +47,6 @@ def test_every_container_is_tied_down(objects: tuple[Manifest, ...]) -> None:
 
 def test_by_default_nothing_is_privileged() -> None:
     for pod in pods(helm.template()):
-        assert "hostPID" not in pod
         assert "hostNetwork" not in pod
         assert "hostIPC" not in pod
         every = [*pod["containers"], *pod.get("initContainers", [])]
@@ -54,12 +56,17 @@ def test_by_default_nothing_is_privileged() -> None:
 @pytest.mark.parametrize(
     ("settings", "privileged", "host_pid"),
     [
-        ((), False, False),
-        (("attribution.enabled=true",), False, True),
-        (('driver.source="host"',), True, False),
-        (("mps.enabled=true",), True, True),
+        ((), False, True),
+        (("attribution.enabled=false",), False, False),
+        # Nobody shares a GPU, or there is none to measure.
+        (("vgpu.enabled=false",), False, False),
+        (("simulator.enabled=true",), False, False),
+        (("vgpu.enabled=false", "attribution.enabled=true"), False, True),
+        (("vgpu.enabled=false", SLICES), False, True),
+        (('driver.source="host"',), True, True),
+        (("mps.enabled=true", "attribution.enabled=false"), True, True),
     ],
-    ids=["default", "attribution", "driver on the host", "mps"],
+    ids=["default", "off", "whole", "simulated", "on", "slices", "driver on the host", "mps"],
 )
 def test_privilege_comes_with_what_needs_it(
     settings: tuple[str, ...], privileged: bool, host_pid: bool
@@ -68,6 +75,26 @@ def test_privilege_comes_with_what_needs_it(
     (container,) = pod["containers"]
     assert container["securityContext"]["privileged"] is privileged
     assert pod.get("hostPID", False) is host_pid
+
+
+PRESETS = ("toolkit", "runtimeclass", "k3s", "operator", "aks", "gke", "openshift", "bottlerocket", "host")
+
+
+def test_what_each_preset_gives_for_measured_figures_is_written_down() -> None:
+    """Whether the agent is privileged, and whether it sees the host's process IDs, by default."""
+    told = {
+        name: (privileged.startswith("yes"), pids.startswith("yes"))
+        for names, privileged, pids, _ in rows("### By preset")
+        for name in names.replace("`", "").split(", ")
+    }
+    found = {}
+    for preset in PRESETS:
+        pod = agent(f'preset="{preset}"')
+        found[preset] = (
+            pod["containers"][0]["securityContext"]["privileged"],
+            pod.get("hostPID", False),
+        )
+    assert told == found
 
 
 @pytest.mark.parametrize(
@@ -186,9 +213,9 @@ def test_pods_are_written_only_where_choices_are() -> None:
 
 
 def test_the_right_to_signal_others_comes_with_the_option_that_ends_containers() -> None:
-    ends = ('config.vgpu.enforcement="library"', "attribution.enabled=true", 'config.vgpu.aboveCap="end"')
+    ends = ('config.vgpu.enforcement="library"', 'config.vgpu.aboveCap="end"')
     off = ('config.vgpu.enforcement="off"', *ends[1:])
-    for settings, added in ((ends, ["KILL"]), (ends[1:], ["KILL"]), (ends[:2], None), (off, None)):
+    for settings, added in ((ends, ["KILL"]), (ends[1:], ["KILL"]), (ends[:1], None), (off, None)):
         (container,) = agent(*settings)["containers"]
         assert container["securityContext"]["capabilities"].get("add") == added
         made = helm.template(settings=(*settings, "openshift.enabled=true"))

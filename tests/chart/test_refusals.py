@@ -29,7 +29,7 @@ BAD = {
         ["config.vgpu.compute", "set config.vgpu.enforcement to library or strict"],
     ),
     "ends whom nobody knows": (
-        ['config.vgpu.enforcement="library"', 'config.vgpu.aboveCap="end"'],
+        ["attribution.enabled=false", 'config.vgpu.aboveCap="end"'],
         ["config.vgpu.aboveCap", "set attribution.enabled"],
     ),
     "nothing on": (

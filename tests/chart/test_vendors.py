@@ -15,7 +15,7 @@ REQUIRED = {
 }  # fmt: skip
 MODES: dict[str, tuple[str, ...]] = {
     "default": (),
-    "attribution": ("attribution.enabled=true",),
+    "nobody shares": ("vgpu.enabled=false",),
     "driver on the host": ('driver.source="host"',),
     "mps": ("mps.enabled=true",),
     "network": ("hostNetwork=true",),

@@ -29,7 +29,7 @@ def header_text() -> str:
         f"#define SIM_MAGIC UINT64_C({state.MAGIC:#x})",
         f"#define SIM_VERSION UINT32_C({state.VERSION:#x})",
     ]
-    sizes = ("MAX_GPUS", "MAX_LINKS", "EVENT_SLOTS", "FAULT_SLOTS", "PROCESS_SLOTS", "CLOCKS")
+    sizes = ("MAX_GPUS", "MAX_LINKS", "EVENT_SLOTS", "FAULT_SLOTS", "PROCESS_SLOTS", "CLOCKS", "ACTIVITIES")
     parts.append(f"#define SIM_NO_RECOVERY_ACTION {state.NO_RECOVERY_ACTION:#x}u")
     parts += [f"#define SIM_{name} {getattr(state, name)}u" for name in sizes]
     for kinds in (state.Presence, state.FaultKind, state.ProcessKind):

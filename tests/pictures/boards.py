@@ -111,8 +111,11 @@ async def _page(server: Prometheus, path: Path) -> tuple[str, int]:
     for panel in board["panels"]:
         at = panel["gridPos"]
         series = []
+        columns = _columns(panel)
         for target in panel["targets"]:
-            series += sorted(await _answer(server, target, names), key=lambda each: each.name)
+            column = columns.get(f"Value #{target['refId']}", columns.get("Value", "value"))
+            found = await _answer(server, target, names, column)
+            series += sorted(found, key=lambda each: each.name)
         width, height = at["w"] * COLUMN - GAP, at["h"] * ROW - GAP
         inner = charts.panel(panel, series, width - 2, height - 30)
         cells.append(
@@ -137,7 +140,17 @@ async def _page(server: Prometheus, path: Path) -> tuple[str, int]:
     return page, HEAD + bottom * ROW + GAP
 
 
-async def _answer(server: Prometheus, target: Mapping[str, Any], names: set[str]) -> Sequence[Series]:
+def _columns(panel: Mapping[str, Any]) -> Mapping[str, str]:
+    """Headings of a table, by the values of its queries."""
+    named: dict[str, str] = {}
+    for each in panel.get("transformations", ()):
+        named |= each["options"].get("renameByName", {})
+    return named
+
+
+async def _answer(
+    server: Prometheus, target: Mapping[str, Any], names: set[str], column: str
+) -> Sequence[Series]:
     """A target's query with all variables at `All`, over the time of the run."""
     expression = target["expr"].replace("$__rate_interval", "1m")
     for name in names:
@@ -149,6 +162,7 @@ async def _answer(server: Prometheus, target: Mapping[str, Any], names: set[str]
             _named(legend, each["metric"]),
             [(at, float(value)) for at, value in each["values"]],
             each["metric"],
+            column,
         )
         for each in found
     ]

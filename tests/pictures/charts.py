@@ -19,6 +19,7 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]
     labels: Mapping[str, str] = field(default_factory=dict)
+    column: str = "value"  # of its value in a table
 
     @property
     def last(self) -> float:
@@ -119,13 +120,16 @@ def bars(series: Sequence[Series], width: float, height: float, unit: str) -> li
 def table(
     series: Sequence[Series], columns: Sequence[str], width: float, height: float, unit: str
 ) -> list[str]:
-    """Labels by column, and the newest value last."""
+    """A row for each set of labels, with the newest values last."""
     if not series:
         return _empty(width, height)
-    rows = [
-        [each.labels.get(column, "") for column in columns] + [figure(each.last, unit)] for each in series
-    ]
-    names = [*columns, "value"]
+    values = list(dict.fromkeys(each.column for each in series))
+    merged: dict[tuple[str, ...], dict[str, str]] = {}
+    for one in series:
+        row_of = merged.setdefault(tuple(one.labels.get(column, "") for column in columns), {})
+        row_of[one.column] = figure(one.last, unit)
+    rows = [[*key, *(found.get(value, "") for value in values)] for key, found in merged.items()]
+    names = [*columns, *values]
     lengths = [max(len(name), *(min(24, len(row[at])) for row in rows)) for at, name in enumerate(names)]
     each = (width - 20) / sum(lengths)
     places = [10 + each * sum(lengths[:at]) for at in range(len(names))]

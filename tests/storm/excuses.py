@@ -145,6 +145,11 @@ class Excuses:
         state = next((each for each in agent.core.inventory.snapshot.value.gpus if each.uuid == uuid), None)
         return state is not None and (state.healthy or not self._hurt(state))
 
+    def sees(self, uuid: str) -> bool:
+        """Whether the agent can read a GPU's processes, and the kubelet hears of it."""
+        world, streams = self._world, [name for name in self._now() if name.startswith("stream ")]
+        return self.applies(uuid) and not (world.nvml_faults or world.lost or streams)
+
     def _hurt(self, state: GpuState) -> bool:
         """Whether something has happened to a GPU for which it may be unhealthy."""
         world, now = self._world, anyio.current_time()
@@ -189,8 +194,10 @@ class Excuses:
         state, asked = agent.switcher.state.value, agent.switcher._desired.value
         for one in state.gpus:
             # Another mode is asked for: pods that are bound get their devices first, then lists get shorter.
+            # Or none is known: what is asked for cannot be obeyed, and nobody remembers what was before.
             if (
                 asked.name != state.desired
+                or not one.wanted.offered
                 or one.active != one.wanted
                 or self._modes.get(one.uuid) != one.active
             ):

@@ -15,6 +15,7 @@ from tests.storm.attribution import Limits
 from tests.storm.excuses import Excuses
 from tests.storm.grown import grown_of
 from tests.storm.holders import MODES, Held, Holders
+from tests.storm.lingering import Lingerers
 from tests.storm.mps_service import MpsService
 from tests.storm.offers import Offers
 from tests.storm.views import Views
@@ -68,6 +69,7 @@ class Invariants:
         self._views = Views(world)
         self._mps = MpsService(world)
         self._limits = Limits(world)
+        self._lingerers = Lingerers(world, self.excuses)
         world.on_write.append(self._assigned)
         self._each: tuple[Callable[[], None], ...] = (
             self._units_have_one_holder,
@@ -82,6 +84,7 @@ class Invariants:
             self._free_units_are_offered,
             self._agent_is_up_to_date,
             self._mps_serves,
+            self._lingerers_keep_their_gpu,
             self._limits_stay,
         )
 
@@ -205,6 +208,10 @@ class Invariants:
 
     def _mps_serves(self) -> None:
         if text := self._mps.wrong():
+            raise Violation(text)
+
+    def _lingerers_keep_their_gpu(self) -> None:
+        if text := self._lingerers.offered():
             raise Violation(text)
 
     def _limits_stay(self) -> None:

@@ -108,6 +108,8 @@ class World:
         self.created: dict[tuple[str, str], float] = {}  # when, by namespace and name
         self.lost: set[int] = set()  # slots of GPUs that are off the bus
         self.struck: set[int] = set()  # slots of GPUs that may need more than time after an Xid
+        # Processes of pods that were deleted by force: the GPU's slot and UUID, the pod's UID, and when.
+        self.outliving: dict[int, tuple[int, str, str, float]] = {}
         self.hurt: dict[int, float] = {}  # when a GPU had its last Xid, or came back
         self.nvml_faults = 0
         self.nvml_well = -1e9  # since when NVML works again

@@ -21,6 +21,7 @@ from .http_objects import (
     container,
     line,
     merge,
+    missing_text,
     namespace,
     status_text,
     without_version,
@@ -193,9 +194,7 @@ class HttpApi:
         key = (request.match_info["namespace"], request.match_info["name"])
         pod = self._api.pods.get(key)
         if pod is None:
-            raise web.HTTPNotFound(
-                text=status_text(404, f'pods "{key[1]}" not found'), content_type="application/json"
-            )
+            raise web.HTTPNotFound(text=missing_text("pods", key[1]), content_type="application/json")
         return pod
 
     def _check(self) -> None:
@@ -251,8 +250,9 @@ class HttpApi:
     ) -> web.StreamResponse:
         self._check()
         if request.query.get("watch") != "true":
-            items = list(objects())
-            return web.json_response({"metadata": {"resourceVersion": self._version}, "items": items})
+            kind = f"{request.path.rpartition('/')[2].capitalize().removesuffix('s')}List"
+            page = {"metadata": {"resourceVersion": self._version}, "items": list(objects())}
+            return web.json_response({"kind": kind, **page})
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         if "resourceVersion" in request.query and request.query["resourceVersion"] != self._version:

@@ -42,6 +42,12 @@ def status_text(code: int, message: str) -> str:
     return json.dumps({"kind": "Status", "code": code, "message": message})
 
 
+def missing_text(kind: str, name: str) -> str:
+    """The answer where there is no such object."""
+    status = {"kind": "Status", "code": 404, "reason": "NotFound", "message": f'{kind} "{name}" not found'}
+    return json.dumps({**status, "details": {"kind": kind, "name": name}})
+
+
 def line(event: Object) -> bytes:
     """One event of a watch."""
     return json.dumps(event).encode() + b"\n"

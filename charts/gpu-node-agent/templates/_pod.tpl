@@ -25,7 +25,7 @@ runtimeClassName: {{ . }}
 hostNetwork: true
 dnsPolicy: ClusterFirstWithHostNet
 {{- end }}
-{{- if or .Values.mps.enabled .Values.attribution.enabled }}
+{{- if include "gna.hostPID" . }}
 hostPID: true
 {{- end }}
 {{- end -}}

@@ -55,6 +55,18 @@ host: {source: host, hostRoot: /, runtimeClass: "", meaning: "the host's own dri
 {{- merge (dict "name" $name "seen" $seen) $more (get $presets $name) | toYaml -}}
 {{- end -}}
 
+{{- /* Whether the agent sees the host's process IDs: mode mps needs them, and by default whatever is measured by process. */ -}}
+{{- define "gna.hostPID" -}}
+{{- $enabled := toString .Values.attribution.enabled -}}
+{{- $shared := .Values.vgpu.enabled -}}
+{{- range dig "layouts" dict .Values.config -}}
+{{- range . -}}
+{{- if gt (int (.replicas | default 1)) 1 -}}{{- $shared = true -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if or .Values.mps.enabled (eq $enabled "true") (and (eq $enabled "auto") $shared (not .Values.simulator.enabled)) }}true{{ end -}}
+{{- end -}}
+
 {{- define "gna.source" -}}
 {{ default (include "gna.preset" . | fromYaml).source .Values.driver.source }}
 {{- end -}}

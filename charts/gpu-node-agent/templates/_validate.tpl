@@ -82,8 +82,8 @@
 {{- if and (has $compute (list "hard" "soft")) (not (has (toString (dig "vgpu" "enforcement" "library" $v.config)) (list "library" "strict"))) -}}
 {{- include "gna.refuse" (list $ "config.vgpu.compute is kept by the enforcement library: set config.vgpu.enforcement to library or strict, or compute to off") -}}
 {{- end -}}
-{{- if and (eq (dig "vgpu" "aboveCap" "report" $v.config) "end") (not (or $v.attribution.enabled $v.mps.enabled)) -}}
-{{- include "gna.refuse" (list $ "config.vgpu.aboveCap is end, but without the host's process IDs nobody knows which container is above its cap: set attribution.enabled to true") -}}
+{{- if and (eq (dig "vgpu" "aboveCap" "report" $v.config) "end") (not (include "gna.hostPID" .)) -}}
+{{- include "gna.refuse" (list $ "config.vgpu.aboveCap is end, but without the host's process IDs nobody knows which container is above its cap: set attribution.enabled to auto or true") -}}
 {{- end -}}
 {{- $mode := dig "defaultMode" "none" $v.config -}}
 {{- $layouts := dig "layouts" dict $v.config -}}

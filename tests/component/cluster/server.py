@@ -112,11 +112,17 @@ def page(version: str, *items: Mapping[str, Any], next_page: str = "") -> Answer
     return answer
 
 
-def objects(body: Mapping[str, Any]) -> Answer:
+def missing(kind: str, name: str) -> Answer:
+    """The API server's own 404."""
+    status = {"kind": "Status", "apiVersion": "v1", "reason": "NotFound", "code": 404}
+    return objects({**status, "details": {"name": name, "kind": kind}}, code=404)
+
+
+def objects(body: Any, code: int = 200) -> Answer:
     """One object."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        return web.json_response(body)
+        return web.json_response(body, status=code)
 
     return answer
 

@@ -11,10 +11,21 @@ from agent.cluster import pods as pods_module
 from agent.cluster.api import ApiError, ApiRefused
 from agent.cluster.pods import PodCache
 from tests.component.cluster.scripted import serving
-from tests.component.cluster.server import bookmark, event, objects, pod, silence, status, watch
+from tests.component.cluster.server import (
+    Answer,
+    bookmark,
+    event,
+    missing,
+    objects,
+    pod,
+    silence,
+    status,
+    watch,
+)
 from tests.component.kubelet_room.parts import eventually
 
-POD = "/api/v1/namespaces/ns/pods/a"
+PODS = "/api/v1/namespaces/ns/pods"
+POD = f"{PODS}/a"
 
 
 @asynccontextmanager
@@ -51,7 +62,42 @@ async def test_a_miss_is_one_get() -> None:
         fake.script(POD, objects(pod("a", spec=SPEC)))
         assert (await cache.get("ns", "a")).metadata.uid == "a"
         assert [one.method for one in fake.of(POD)] == ["GET"]
+        fake.script(f"{PODS}/nobody", missing("pods", "nobody"))
         assert await cache.get("ns", "nobody") is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        status(404, "the server could not find the requested resource"),  # no such path
+        missing("namespaces", "ns"),
+        missing("pods", "another"),
+        objects("404 page not found", code=404),
+    ],
+)
+async def test_a_404_that_is_not_the_api_servers_word_on_the_pod_ends_nobody(answer: Answer) -> None:
+    async with pod_cache() as (fake, cache):
+        fake.script(POD, answer)
+        with pytest.raises(ApiRefused, match="404"):
+            await cache.get("ns", "a")
+        # Nor is any other answer with a 200: a pod of no UID would be another than each that is known.
+        others: tuple[Any, ...] = (pod("b"), pod("a", uid=""), {"metadata": {}})
+        for other in others:
+            fake.scripts[POD] = [objects(other)]
+            with pytest.raises(ApiError, match="is another object"):
+                await cache.fetch("ns", "a")
+
+
+async def test_all_pods_are_listed_by_one_call_that_names_no_version() -> None:
+    async with pod_cache() as (fake, cache):
+        fake.scripts["/api/v1/pods"] = [objects({"kind": "PodList", "items": [pod("a"), pod("b")]})]
+        assert [each.name for each in await cache.list_now()] == ["a", "b"]
+        assert dict(fake.asked[-1].query) == {"fieldSelector": "spec.nodeName=n"}
+        others: tuple[Any, ...] = ({"items": []}, {"kind": "Status"}, [])
+        for other in others:
+            fake.scripts["/api/v1/pods"] = [objects(other)]
+            with pytest.raises(ApiError, match="cannot be understood"):
+                await cache.list_now()
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,27 @@ async def test_a_version_that_is_gone_means_a_new_list(code: int, where: str, lo
     assert warnings(logs) == []
 
 
+async def test_after_a_version_that_is_gone_the_copy_is_not_current_until_a_list_has_come(logs: Any) -> None:
+    """Storm 63: for as long as that took, pods of before counted as there, and new ones as gone."""
+    asked, answer = anyio.Event(), anyio.Event()
+
+    async def slow(request: Any) -> Any:
+        asked.set()
+        await answer.wait()
+        return await watch(event("ADDED", B), bookmark("30", complete=True))(request)
+
+    async with following(watch(*INITIAL, then="end"), watch(error(410, "Expired"), then="end"), slow) as (
+        _,
+        reflector,
+    ):
+        await asked.wait()
+        assert (names(reflector), reflector.problem is None) == ({"a", "b"}, False)
+        answer.set()
+        await eventually(lambda: names(reflector) == {"b"})
+        assert reflector.problem is None
+    assert warnings(logs) == []
+
+
 async def test_a_server_that_never_has_the_version_is_not_hammered(logs: Any) -> None:
     async with following(watch(error(504, "Too large resource version: 9, current: 8"), then="end")) as (
         fake,

@@ -49,6 +49,12 @@ class Prometheus:
         found: list[Mapping[str, Any]] = answer["data"]["result"]
         return found
 
+    async def asked(self, path: str, **parameters: object) -> Any:
+        """The data of an answer, with statistics of the query."""
+        answer = await self._get(f"/api/v1/{path}?{urllib.parse.urlencode({**parameters, 'stats': 'all'})}")
+        assert answer["status"] == "success", f"{parameters}: {answer['error']}"
+        return answer["data"]
+
     async def firing(self) -> set[str]:
         """Names of the alerts that fire."""
         alerts = (await self._get("/api/v1/alerts"))["data"]["alerts"]
@@ -97,9 +103,34 @@ async def prometheus(
 
     `others`: further ports on loopback to scrape, by job.
     """
+    for name, text in rules.items():
+        await anyio.to_thread.run_sync((folder / name).write_text, text)
+    ports = {"gpu-node-agent": agent_port, **others}
+    labels = {"gpu-node-agent": {"node": "n1", "cluster": "c1"}}
+    configuration = {
+        "global": {"scrape_interval": PACE, "scrape_timeout": PACE, "evaluation_interval": PACE},
+        "rule_files": [str(folder / name) for name in rules],
+        "scrape_configs": [
+            {
+                "job_name": job,
+                "honor_labels": True,
+                "static_configs": [
+                    {"targets": [f"127.0.0.1:{port}"], "labels": labels.get(job, {"cluster": "c1"})}
+                ],
+            }
+            for job, port in ports.items()
+        ],
+    }
+    async with served(folder, configuration, "--query.lookback-delta=5s") as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def served(folder: Path, configuration: Mapping[str, Any], *flags: str) -> AsyncIterator[Prometheus]:
+    """Prometheus over the blocks in `data` of the folder, if there are any."""
     program = (await anyio.to_thread.run_sync(programs)) / "prometheus"
     port = _free_port()
-    process = await anyio.to_thread.run_sync(_start, program, folder, agent_port, port, rules, others)
+    process = await anyio.to_thread.run_sync(_start, program, folder, port, configuration, flags)
     server = Prometheus(f"http://127.0.0.1:{port}", process)
     try:
         with anyio.fail_after(START_SECONDS):
@@ -118,33 +149,8 @@ async def prometheus(
 
 
 def _start(
-    program: Path,
-    folder: Path,
-    agent_port: int,
-    port: int,
-    rules: Mapping[str, str],
-    others: Mapping[str, int],
+    program: Path, folder: Path, port: int, configuration: Mapping[str, Any], flags: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    for name, text in rules.items():
-        (folder / name).write_text(text)
-    scrape = {
-        "job_name": "gpu-node-agent",
-        "honor_labels": True,
-        "static_configs": [{"targets": [f"127.0.0.1:{agent_port}"], "labels": {"node": "n1"}}],
-    }
-    beside = [
-        {
-            "job_name": job,
-            "honor_labels": True,
-            "static_configs": [{"targets": [f"127.0.0.1:{each}"]}],
-        }
-        for job, each in others.items()
-    ]
-    configuration = {
-        "global": {"scrape_interval": PACE, "scrape_timeout": PACE, "evaluation_interval": PACE},
-        "rule_files": [str(folder / name) for name in rules],
-        "scrape_configs": [scrape, *beside],
-    }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration))
     with (folder / "prometheus.log").open("wb") as log:
         return subprocess.Popen(
@@ -153,8 +159,8 @@ def _start(
                 f"--config.file={folder / 'prometheus.yml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",
-                "--query.lookback-delta=5s",
                 "--log.level=warn",
+                *flags,
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,

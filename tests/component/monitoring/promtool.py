@@ -22,6 +22,8 @@ ORDER = (
     "gpu-node-agent-capacity",
     "gpu-node-agent-alerts",
     "gpu-node-agent-extender",
+    "gpu-node-agent-opencost",
+    "gpu-node-agent-dcgm-names",
 )
 
 
@@ -77,6 +79,12 @@ def holds(minute: int, expression: str, samples: Mapping[str, float]) -> Documen
         "eval_time": f"{minute}m",
         "exp_samples": [{"labels": labels, "value": value} for labels, value in samples.items()],
     }
+
+
+def in_1024ths(minute: int, expression: str, samples: Mapping[str, float]) -> Document:
+    """The same for what was added up in steps that are no binary fractions."""
+    rounded = {labels: round(value * 1024) / 1024 for labels, value in samples.items()}
+    return holds(minute, f"round({expression}, 1 / 1024)", rounded)
 
 
 def fires(minute: int, alert: str, firing: Iterable[tuple[Labels, str]] = ()) -> Document:

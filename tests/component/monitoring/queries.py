@@ -72,9 +72,9 @@ def rules(*without: str) -> dict[str, str]:
     return found
 
 
-def named(kind: str) -> list[str]:
-    """Names of all rules of a kind: record or alert."""
-    documents: list[Any] = [yaml.safe_load(path.read_text()) for path in RULES]
+def named(kind: str, *without: str) -> list[str]:
+    """Names of all rules of a kind, record or alert, but for those of some files."""
+    documents: list[Any] = [yaml.safe_load(path.read_text()) for path in RULES if path.stem not in without]
     return [
         rule[kind]
         for document in documents

@@ -88,20 +88,24 @@ def test_the_names_of_the_groups_are_what_the_tests_order_them_by() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "asked"), [("79x90", "100x90"), ("800x90", "0+1x90")], ids=["no room", "it is asked"]
+    ("room", "asked", "errors"),
+    [("79x90", "100x90", ""), ("800x90", "0+1x90", ""), ("800x90", "100x90", "7x90")],
+    ids=["no room", "it is asked", "no node suits for other reasons"],
 )
 def test_pods_that_wait_for_room_or_are_asked_about_are_no_fault_of_the_way_to_the_extender(
-    tmp_path: Path, room: str, asked: str
+    tmp_path: Path, room: str, asked: str, errors: str
 ) -> None:
     alert = "GPUExtenderNotAsked"
     tests = [fires(minute, alert) for minute in (15, 30, 59)]
-    check(tmp_path, {"input_series": list(not_asked(room, asked)), "alert_rule_test": tests}, needed(alert))
+    inputs = list(not_asked(room, asked, errors))
+    check(tmp_path, {"input_series": inputs, "alert_rule_test": tests}, needed(alert))
 
 
-def test_unreachable_extender_raises_an_alert(tmp_path: Path) -> None:
+@pytest.mark.parametrize("errors", ["", "0+1x90"], ids=["kube-scheduler not scraped", "its errors"])
+def test_unreachable_extender_raises_an_alert(tmp_path: Path, errors: str) -> None:
     """As the old rules saw it, too: that pods wait came to light after half an hour, and blamed the nodes."""
     firing = [fires(20, "GPUExtenderNotAsked", [({}, "1")]), fires(20, "GPUDemandUnsatisfied")]
-    check(tmp_path, {"input_series": list(not_asked("800x90", "100x90")), "alert_rule_test": firing})
+    check(tmp_path, {"input_series": list(not_asked("800x90", "100x90", errors)), "alert_rule_test": firing})
 
 
 def test_idle_gpus_raise_an_alert(tmp_path: Path) -> None:
@@ -125,6 +129,7 @@ def test_estimates_feed_nothing(tmp_path: Path) -> None:
     inputs = [
         series("gpu_agent_container_memory_limit_bytes", "100x90", **share),
         series("gpu_agent_container_core_limit_ratio", "0.5x90", **share),
+        series("gpu_agent_container_held_ratio", "0.5x90", **share),
         series("gpu_agent_container_memory_used_bytes", "99x90", **guess),
         series("gpu_agent_container_memory_used_max_bytes", "99x90", **guess),
         series("gpu_agent_container_utilization_ratio", "0.5x90", **guess),
@@ -139,7 +144,8 @@ def test_estimates_feed_nothing(tmp_path: Path) -> None:
         ),
     ]
     inputs.append(series("gpu_agent_extender_ready", "1x90"))
-    fed = '{__name__=~"(pod|namespace|namespace_month|namespace_resource):.*(_used|utilization).*"}'
+    # What is held is billed all the same; nobody says that it is idle.
+    fed = '{__name__=~"(pod|node|cluster|namespace).*:.*(_used|_idle|utilization|_measured).*"}'
     quiet = [{"expr": expr, "eval_time": "30m", "exp_samples": []} for expr in (fed, "ALERTS")]
     check(tmp_path, {"input_series": inputs, "promql_expr_test": quiet})
 

@@ -106,6 +106,7 @@ async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
             layouts=LAYOUTS,
             mps__probeSeconds=0.5,
             sampling__windowSeconds=5,
+            sampling__activity=True,
             vgpu__enforcement="library",
             vgpu__compute="hard",
             vgpu__library=str(library),

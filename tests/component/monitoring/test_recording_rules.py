@@ -1,14 +1,15 @@
 """promtool runs every recording rule over a restart of agent and kube-state-metrics: nothing counts twice."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.component.monitoring import queries
-from tests.component.monitoring.promtool import Document, check, holds, restarted, series
+from tests.component.monitoring.promtool import Document, check, holds, in_1024ths, restarted, series
 
 GIB = 1 << 30
 AGENT = {"namespace": "gpu-system", "pod": "agent-1", "container": "agent"}
@@ -37,6 +38,20 @@ FIGURES = (
     "core_limit_ratio",
     "memory_limit_bytes",
 )
+# Of two nodes, in mode vgpu.
+FREE = {
+    "free_gpus": (1, 2),
+    "free_compute_gpus": (2.5, 2),
+    "unusable_compute_gpus": (0.5, 0.25),
+    "largest_free_ratio": (0.25, 0.75),
+}
+# Controllers of their pods: kind and name.
+OWNERS = {
+    "p1": ("ReplicaSet", "web-6c8d9f7b5d"),
+    "p2": ("Job", "train-17"),
+    "q": ("StatefulSet", "db"),
+    "w": ("<none>", "<none>"),
+}
 RESOURCES = (
     "nvidia.com/gpu",
     "tencent.com/vcuda-core",
@@ -56,6 +71,10 @@ P2 = '{node="n", namespace="a", pod="p2", mode="vgpu"}'
 Q = '{node="n", namespace="b", pod="q", mode="mps"}'
 W = '{node="n", namespace="c", pod="w", mode="pgpu"}'
 A, B, C = '{namespace="a", mode="vgpu"}', '{namespace="b", mode="mps"}', '{namespace="c", mode="pgpu"}'
+WEB, TRAIN, DB, ALONE = (
+    f'{{namespace="{namespace}", owner="{owner}"}}'
+    for namespace, owner in (("a", "Deployment/web"), ("a", "Job"), ("b", "StatefulSet/db"), ("c", "Pod"))
+)
 MONTH_A = '{namespace="a", mode="vgpu", month="197001"}'
 MONTH_B = '{namespace="b", mode="mps", month="197001"}'
 MONTH_C = '{namespace="c", mode="pgpu", month="197001"}'
@@ -64,6 +83,10 @@ MONTH_C = '{namespace="c", mode="pgpu", month="197001"}'
 def written(resource: str) -> str:
     """A resource's name as kube-state-metrics writes it."""
     return re.sub(r"\W", "_", resource)
+
+
+def month_of(labels: str) -> str:
+    return labels.replace("}", ', month="197001"}')
 
 
 EVERYWHERE: dict[str, dict[str, float]] = {
@@ -88,10 +111,32 @@ EVERYWHERE: dict[str, dict[str, float]] = {
     "pod:gpu_agent_memory_used_bytes:max5m": {P1: 1 * GIB, P2: 2 * GIB, Q: 3 * GIB, W: 16 * GIB},
     "pod:gpu_agent_core_limit:sum": {P1: 0.5, P2: 0.25, Q: 0.5, W: 1},
     "pod:gpu_agent_memory_limit_bytes:sum": {P1: 4 * GIB, P2: 2 * GIB, Q: 8 * GIB, W: 80 * GIB},
+    "pod:gpu_agent_measured_core_limit:sum": {P1: 0.5, P2: 0.25, Q: 0.5, W: 1},
+    "pod:gpu_agent_measured_memory_limit_bytes:sum": {P1: 4 * GIB, P2: 2 * GIB, Q: 8 * GIB, W: 80 * GIB},
     "namespace:gpu_agent_core_limit:sum": {A: 0.75, B: 0.5, C: 1},
     "namespace:gpu_agent_memory_limit_bytes:sum": {A: 6 * GIB, B: 8 * GIB, C: 80 * GIB},
     "namespace:gpu_agent_utilization:mean5m": {A: 0.375, B: 0.25, C: 0.5},
     "namespace:gpu_agent_memory_used_bytes:max5m": {A: 3 * GIB, B: 3 * GIB, C: 16 * GIB},
+    "cluster:gpu_agent_gpus:count": {"": 3},
+    "cluster:gpu_agent_healthy_gpus:sum": {"": 2},
+    "cluster:gpu_agent_held:sum": {"": 2.25},
+    "cluster:gpu_agent_utilization:sum": {"": 1.5},
+    "mode:gpu_agent_free_gpus:sum": {'{mode="vgpu"}': 3},
+    "mode:gpu_agent_free_compute_gpus:sum": {'{mode="vgpu"}': 4.5},
+    "mode:gpu_agent_unusable_compute_gpus:sum": {'{mode="vgpu"}': 0.75},
+    "mode:gpu_agent_largest_free_ratio:max": {'{mode="vgpu"}': 0.75},
+    "gpu:gpu_agent_held:sum": {N0: 0.75, N1: 0.5, N2: 1},
+    "gpu:gpu_agent_overcommitted:sum": {N0: 0, N1: 0, N2: 0},
+    "node:gpu_agent_held:sum": {N: 2.25},
+    "pod:gpu_agent_held:sum": {P1: 0.5, P2: 0.25, Q: 0.5, W: 1},
+    "namespace:gpu_agent_held:sum": {A: 0.75, B: 0.5, C: 1},
+    "namespace_owner:gpu_agent_held:sum": {WEB: 0.5, TRAIN: 0.25, DB: 0.5, ALONE: 1},
+    "pod:gpu_agent_owner:info": {
+        '{namespace="a", pod="p1", owner="Deployment/web"}': 1,
+        '{namespace="a", pod="p2", owner="Job"}': 1,
+        '{namespace="b", pod="q", owner="StatefulSet/db"}': 1,
+        '{namespace="c", pod="w", owner="Pod"}': 1,
+    },
     "cluster:gpu_agent_month:info": {'{month="197001"}': 1},
     "namespace_resource:gpu_quota:min": {
         f'{{namespace="a", resource="{written(resource)}"}}': 10.0 * number
@@ -123,16 +168,43 @@ EVERYWHERE: dict[str, dict[str, float]] = {
     "resource:gpu_demand_unsatisfied:sum": {'{resource="tencent_com_vcuda_core"}': 80},
     "cluster:gpu_pods_waiting:count": {"": 1},
 }
-# Totals by minute; a minute without the agent is not charged, while the mean of its use reaches over it.
+# Five minutes after a start.
+SETTLED: dict[str, dict[str, float]] = {
+    "pod:gpu_agent_used:sum": {P1: 0.25, P2: 0.125, Q: 0.25, W: 0.5},
+    "pod:gpu_agent_idle:sum": {P1: 0.25, P2: 0.125, Q: 0.25, W: 0.5},
+    "node:gpu_agent_idle:sum": {N: 1.125},
+    "cluster:gpu_agent_idle:sum": {"": 1.125},
+    "namespace:gpu_agent_used:sum": {A: 0.375, B: 0.25, C: 0.5},
+    "namespace_owner:gpu_agent_used:sum": {WEB: 0.25, TRAIN: 0.125, DB: 0.25, ALONE: 0.5},
+    "namespace_owner:gpu_agent_idle:sum": {WEB: 0.25, TRAIN: 0.125, DB: 0.25, ALONE: 0.5},
+}
+# Those that follow from these, by what they rise in 32 minutes.
+RISES: dict[str, dict[str, float]] = {
+    "namespace_month:gpu_agent_used_gpu_hours:sum": {MONTH_A: 0.2, MONTH_B: 0.4 / 3, MONTH_C: 0.8 / 3},
+    **{
+        f"namespace_owner_month:gpu_hours_{kind}:sum": {
+            month_of(owner): 32 * gpus / 60
+            for owner, gpus in ((WEB, 0.25), (TRAIN, 0.125), (DB, 0.25), (ALONE, 0.5))
+        }
+        for kind in ("used", "idle")
+    },
+}
+# Totals by minute; a minute without the agent is not charged.
 TOTALS: dict[str, dict[int, dict[str, float]]] = {
     "namespace_month:gpu_agent_gpu_hours:sum": {
         9: {MONTH_A: 10 * 0.75 / 60, MONTH_B: 10 * 0.5 / 60, MONTH_C: 10 / 60},
         31: {MONTH_A: 31 * 0.75 / 60, MONTH_B: 31 * 0.5 / 60, MONTH_C: 31 / 60},
     },
-    "namespace_month:gpu_agent_used_gpu_hours:sum": {
-        9: {MONTH_A: 10 * 0.375 / 60, MONTH_B: 10 * 0.25 / 60, MONTH_C: 10 * 0.5 / 60},
-        31: {MONTH_A: 32 * 0.375 / 60, MONTH_B: 32 * 0.25 / 60, MONTH_C: 32 * 0.5 / 60},
+    "namespace_owner_month:gpu_hours_held:sum": {
+        9: {month_of(WEB): 5 / 60, month_of(TRAIN): 2.5 / 60, month_of(DB): 5 / 60, month_of(ALONE): 10 / 60},
+        31: {
+            month_of(WEB): 15.5 / 60,
+            month_of(TRAIN): 7.75 / 60,
+            month_of(DB): 15.5 / 60,
+            month_of(ALONE): 31 / 60,
+        },
     },
+    "cluster_month:gpu_hours_overcommitted:sum": {9: {'{month="197001"}': 0}, 31: {'{month="197001"}': 0}},
     "namespace_month:gpu_agent_memory_gibibyte_hours:sum": {
         9: {MONTH_A: 10 * 6 / 60, MONTH_B: 10 * 8 / 60, MONTH_C: 10 * 80 / 60},
         31: {MONTH_A: 31 * 6 / 60, MONTH_B: 31 * 8 / 60, MONTH_C: 31 * 80 / 60},
@@ -149,6 +221,10 @@ def of_the_agent() -> Iterator[Document]:
         grown = "gpu_agent_namespace_grown_memory_bytes"
         before, after = ({**each, "namespace": namespace} for each in (AGENT, NEXT))
         yield from restarted(grown, units << 28, before, node=node, **after)
+    for figure, (first, second) in FREE.items():
+        for node, value in (("n", first), ("n2", second)):
+            name = f"gpu_agent_{figure}"
+            yield from restarted(name, value, AGENT, node=node, mode="vgpu", **NEXT)
     for namespace, pod, gpu, mode, *values in CONTAINERS:
         labels = {"namespace": namespace, "pod": pod, "container": "main"}
         for figure, value in zip(FIGURES, values, strict=True):
@@ -164,10 +240,20 @@ def of_the_agent() -> Iterator[Document]:
                 **labels,
                 **graded,
             )
+        seconds = 60 * values[0]
+        place = {"node": "n", "gpu": gpu, "index": GPUS[gpu], "mode": mode, **labels}
+        yield from restarted("gpu_agent_container_held_ratio", values[3], **place)
+        counter = "gpu_agent_container_gpu_seconds_total"
+        yield series(counter, f"0+{seconds}x10 stale", **place, instance="10.0.0.1:9446", job="first")
+        yield series(counter, f"_x12 0+{seconds}x120", **place, instance="10.0.0.2:9446", job="second")
 
 
 def of_kube_state_metrics() -> Iterator[Document]:
     yield from restarted("kube_node_info", 1, node="n")
+    for namespace, pod, *_ in CONTAINERS:
+        kind, name = OWNERS[pod]
+        owner = {"owner_kind": kind, "owner_name": name, "owner_is_controller": "true"}
+        yield from restarted("kube_pod_owner", 1, namespace=namespace, pod=pod, **owner)
     for number, resource in enumerate(RESOURCES, 1):
         labels = {"namespace": "a", "resource": f"requests.{resource}"}
         for quota, hard in (("strict", 10 * number), ("generous", 99 * number)):
@@ -198,14 +284,10 @@ def of_kube_state_metrics() -> Iterator[Document]:
             yield from restarted("kube_pod_status_scheduled", value, condition=condition, **named)
 
 
-def in_1024ths(minute: int, expression: str, samples: Mapping[str, float]) -> Document:
-    """The same for what was added up in steps that are no binary fractions."""
-    rounded = {labels: round(value * 1024) / 1024 for labels, value in samples.items()}
-    return holds(minute, f"round({expression}, 1 / 1024)", rounded)
-
-
 def test_no_recording_rule_is_forgotten() -> None:
-    assert sorted((*EVERYWHERE, *TOTALS)) == sorted(queries.named("record"))
+    assert sorted((*EVERYWHERE, *SETTLED, *RISES, *TOTALS)) == sorted(
+        queries.named("record", "dcgm-names", "opencost")
+    )
 
 
 def test_a_restart_changes_nothing_that_is_recorded(tmp_path: Path) -> None:
@@ -213,10 +295,17 @@ def test_a_restart_changes_nothing_that_is_recorded(tmp_path: Path) -> None:
         holds(minute, record, {record + labels: value for labels, value in samples.items()})
         for record, samples in EVERYWHERE.items()
         for minute in (9, 13, 16, 31)
-    ] + [
+    ]
+    expected += [
+        in_1024ths(minute, record, samples) for record, samples in SETTLED.items() for minute in (9, 31)
+    ]
+    expected += [
         in_1024ths(minute, record, samples)
         for record, by_minute in TOTALS.items()
         for minute, samples in by_minute.items()
+    ]
+    expected += [
+        in_1024ths(55, f"{record} - {record} offset 32m", samples) for record, samples in RISES.items()
     ]
     inputs = list(chain(of_the_agent(), of_kube_state_metrics()))
     check(tmp_path, {"input_series": inputs, "promql_expr_test": expected})
@@ -252,7 +341,7 @@ def test_a_month_is_charged_to_its_end_and_the_next_begins_at_nothing(tmp_path: 
         in_1024ths(end + 60, record, {february: 0.5}),
         in_1024ths(end + 60, f"max_over_time({record}[3h])", {january: 1.0, february: 0.5}),
     ]
-    inputs = [series("namespace:gpu_agent_core_limit:sum", values, namespace="a", mode="vgpu")]
+    inputs = [series("namespace:gpu_agent_held:sum", values, namespace="a", mode="vgpu")]
     check(tmp_path, {"input_series": inputs, "promql_expr_test": expected}, [rules])
 
 
@@ -286,4 +375,42 @@ def test_without_kube_state_metrics_a_node_is_expected_for_an_hour(tmp_path: Pat
     one = {f'{record}{{node="n"}}': 1.0}
     expected = [holds(10, record, one), holds(65, record, one), holds(80, record, {})]
     inputs = [series("gpu_agent_ready", "1x10 stale", node="n")]
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": expected})
+
+
+LEVELS = re.compile(r"\b(by|on|without) \(([^)]*)\)")
+
+
+@pytest.mark.parametrize("path", queries.RULES, ids=lambda path: path.stem)
+def test_clusters_of_one_prometheus_are_kept_apart(path: Path) -> None:
+    for rule in (each for group in yaml.safe_load(path.read_text())["groups"] for each in group["rules"]):
+        for _, labels in LEVELS.findall(rule["expr"]):
+            assert labels.startswith("cluster") or labels in ("", "month"), rule["expr"]
+
+
+def test_measured_use_is_divided_by_limits_of_what_is_measured(tmp_path: Path) -> None:
+    """Two containers of a pod; of the second one nothing is known, or only an estimate."""
+    inputs = []
+    for container, grade in (("known", "measured"), ("guessed", "estimated"), ("unread", "")):
+        place = {
+            "node": "n",
+            "gpu": "G0",
+            "namespace": "a",
+            "pod": "p",
+            "mode": "vgpu",
+            "container": container,
+        }
+        inputs += [
+            series("gpu_agent_container_memory_limit_bytes", "100x20", **place),
+            series("gpu_agent_container_core_limit_ratio", "0.25x20", **place),
+        ]
+        if grade:
+            inputs += [
+                series("gpu_agent_container_memory_used_max_bytes", "50x20", **place, attribution=grade),
+                series("gpu_agent_container_utilization_mean_ratio", "0.125x20", **place, attribution=grade),
+            ]
+    pod = '{node="n", namespace="a", pod="p", mode="vgpu"}'
+    used, limit = "pod:gpu_agent_memory_used_bytes:max5m", "pod:gpu_agent_measured_memory_limit_bytes:sum"
+    work, cores = "pod:gpu_agent_utilization:mean5m", "pod:gpu_agent_measured_core_limit:sum"
+    expected = [holds(15, f"{used} / {limit}", {pod: 0.5}), holds(15, f"{work} / {cores}", {pod: 0.5})]
     check(tmp_path, {"input_series": inputs, "promql_expr_test": expected})

@@ -89,6 +89,27 @@ def test_processes_clocks_and_links(faces: Faces) -> None:
             assert sample.nvlink.errors["replay"] == gpu.link_count
 
 
+@every_machine
+def test_activity_is_that_between_two_samples(faces: Faces) -> None:
+    for uuid in faces.uuids:
+        gpu = faces.machine.gpu(uuid)
+        gpu.activity[:] = [90, 70, 30, 55]
+        asked = SampleRequest(0, activity=True)
+        first, second = faces.agree("sample", uuid, asked), faces.agree("sample", uuid, asked)
+        assert isinstance(first, Sample)
+        assert isinstance(second, Sample)
+        assert first.activity is None
+        found = {"engine": 0.9, "sm": 0.7, "tensor": 0.3, "memory": 0.55}
+        assert second.activity == (found if gpu.cc_major >= 9 else None)
+        for call in ("nvmlGpmSampleGet", "nvmlGpmQueryDeviceSupport"):
+            fault = faces.machine.fail(call, NvmlCode.UNKNOWN)
+            sample = faces.agree("sample", uuid, asked)
+            assert isinstance(sample, Sample)
+            assert call.endswith("Support") or sample.activity is None
+            assert sample.power_watts
+            fault.release()
+
+
 def test_one_missing_function_takes_nothing_else(faces: Faces) -> None:
     uuid = faces.uuids[0]
     whole = faces.agree("sample", uuid, SampleRequest(0))

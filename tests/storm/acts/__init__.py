@@ -1,6 +1,6 @@
 """Events that a seed chooses: what users do, and what goes wrong. Each is one step."""
 
-from tests.storm import seams
+from tests.storm import lingering, seams
 from tests.storm.acts import agents, api, extenders, gpus, kubelets, mps, tenants, users
 from tests.storm.acts.family import Act, Family
 from tests.storm.world import Shape, World
@@ -41,6 +41,7 @@ SLOW_RECORDS = Family("records slow", {kubelets.slow_records: 4})
 CLOCK_STEPS = Family("clock set", {agents.step_clock: 3})
 OUTAGES = Family("api outages", {api.outage: 1})
 LATEST = (TENANTS, BLIND, SLOW_RECORDS, CLOCK_STEPS, OUTAGES)
+HUNG_PROCESSES = Family("processes hang", {tenants.outlive: 8})
 RESIZES = Family("resizes", {users.resize: 12})
 
 
@@ -61,6 +62,7 @@ def later_families(shape: Shape) -> tuple[Family, ...]:
         *(EXTENDER_FAULTS if shape.extender else ()),
         DROPPED_STREAMS,
         *LATEST,
+        HUNG_PROCESSES,
     )
 
 
@@ -81,6 +83,7 @@ ACTS = {
         *EXTENDER_FAULTS,
         DROPPED_STREAMS,
         *LATEST,
+        HUNG_PROCESSES,
     )
     for act in family.weights
 }
@@ -103,6 +106,8 @@ async def calm(world: World) -> None:
         if daemon.forged:
             world.daemons.end(daemon.process.pid)
     mps.reap(world)
+    for pid in tuple(world.outliving):
+        lingering.end(world, pid)
     for daemon in world.daemons.daemons:
         for pid in tuple(daemon.clients):
             daemon.leave(pid)

@@ -5,8 +5,12 @@ from dataclasses import replace
 
 import anyio
 
+from agent.model.ids import SEPARATOR
+from agent.model.modes import Mode
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
+from tests.storm import lingering
 from tests.storm.acts import users
+from tests.storm.holders import MODES, OURS
 from tests.storm.neighbours import OTHERS
 from tests.storm.pods import random_pod
 from tests.storm.world import World
@@ -14,6 +18,7 @@ from tests.storm.world import World
 NAMESPACES = ("default", "strict")
 # Seconds that processes of a deleted pod take to end; Kubernetes' own default is 30.
 GRACE = (0.5, 3.0, 31.0, 90.0)
+HANG_SECONDS = (0.5, 8.0, 45.0, 130.0)  # of a process, after its pod was deleted by force
 AGAIN_SECONDS = 5.0  # that a name is waited for until it is free
 
 
@@ -90,6 +95,37 @@ async def linger(world: World, rng: random.Random) -> str:
         _pod(world, rng, f"l{world.made}"), grace=rng.choice(GRACE), namespace=rng.choice(NAMESPACES)
     )
     return f"{users.create(world, pod)} which takes {pod.grace:g} s to end"
+
+
+async def outlive(world: World, rng: random.Random) -> str:
+    """A pod is deleted by force whose process hangs in the driver, and ends some time later."""
+    life = world.kubelet._life
+    running = {
+        pod.uid: pod
+        for spec in world.pods
+        if (pod := world.kubelet.api.pods.get(spec.key)) and pod.phase is Phase.RUNNING and not pod.deleting
+    }
+    slots = {world.machine.uuid(slot): slot for slot in world.machine.slots}
+    held = sorted(
+        (uid, container, gpu)
+        for uid, container, resource, units in (life.devices.tables.pods.entries() if life else ())
+        if uid in running and MODES.get(resource, Mode.PGPU) is not Mode.MPS and resource in OURS
+        for gpu in {text.partition(SEPARATOR)[0] for text in units.ids} & slots.keys()
+    )
+    if not held:
+        return "no process to outlive its pod"
+    uid, container, gpu = rng.choice(held)
+    pod, seconds = running[uid], rng.choice(HANG_SECONDS)
+    pid = lingering.outlive(world, slots[gpu], uid, pod.container_id(container))
+    world.pods.remove(pod.spec)
+    world.kubelet.api.delete_by_force(pod.spec)
+
+    async def ends() -> None:
+        await anyio.sleep(seconds)
+        lingering.end(world, pid)
+
+    world.group.start_soon(ends)
+    return f"delete {pod.spec.name} by force, whose process {pid} stays on {gpu} for {seconds:g} s"
 
 
 def _end(world: World, pod: PodSpec, *, force: bool) -> None:

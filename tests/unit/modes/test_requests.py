@@ -11,7 +11,7 @@ import pytest
 
 from agent.cluster.own_node import OwnNode
 from agent.kit.cell import Cell
-from agent.model.modes import Mode
+from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.node_layout import Entry, LayoutError, faults_of, resolve
 from agent.modes.desired import ModeCatalog
 from agent.modes.sources import DesiredSource
@@ -173,12 +173,14 @@ async def test_a_mode_file_is_followed(tmp_path: Path) -> None:
 
 def test_gpu_labels_give_way_to_gpu_feature_discovery() -> None:
     snapshot = snapshot_of(gpu(0), gpu(1))
-    ours = labels_of(snapshot, {})
+    slices = {snapshot.gpus[1].uuid: GpuMode(Mode.PGPU, replicas=4)}
+    ours = labels_of(snapshot, Assignment(slices), {})
     assert ours["cuda-major-version"] == "13"
     assert ours["nvidia.com/gpu.product"] == "NVIDIA-H200"
     assert ours["nvidia.com/gpu.count"] == "2"
+    assert ours["nvidia.com/gpu.replicas"] == "4"
     assert ours["nvidia.com/gpu.memory"] == "143771"
-    assert set(labels_of(snapshot, {"nvidia.com/gfd.timestamp": "1"})) == {
+    assert set(labels_of(snapshot, Assignment(), {"nvidia.com/gfd.timestamp": "1"})) == {
         "cuda-major-version",
         "cuda-minor-version",
     }

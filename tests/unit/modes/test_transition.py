@@ -119,6 +119,27 @@ def test_pods_of_before_keep_their_ids_listed_whatever_fails() -> None:
     assert free(wanted(resting, PGPU)).running is Mode.MPS
 
 
+def test_what_pods_of_before_need_is_kept_up_whatever_is_wanted() -> None:
+    """Storm 90012: after a reboot nobody knew what was wanted, and pods had no MPS daemon any more."""
+    seen = first_seen(MPS)
+    keeping = wanted(held(seen), PGPU)
+    assert (keeping.stage, keeping.running, keeping.listed.offering) == (
+        ModeStage.KEEPING,
+        Mode.MPS,
+        Offering.CLOSED,
+    )
+    kept = set_up(keeping)
+    assert (kept.stage, kept.running) == (ModeStage.DRAINING, Mode.MPS)
+    assert wanted(kept, MPS) == standing(MPS)
+    assert wanted(keeping, MPS).stage is ModeStage.SETTING_UP
+    # Asked for and given up again before it was there.
+    assert wanted(wanted(seen, MPS), PGPU).stage is ModeStage.KEEPING
+    without = failed(keeping, "no program")
+    assert (without.stage, without.running, without.failure) == (ModeStage.DRAINING, Mode.OFF, "")
+    for state in (seen, keeping, kept, without):
+        assert (free(state).stage, free(state).running) == (ModeStage.TEARING_DOWN, Mode.MPS)
+
+
 def test_an_agent_that_stops_keeps_its_ids_listed() -> None:
     ending = stopped(standing(PGPU))
     assert ending.listed == GpuMode(Mode.PGPU, Offering.CLOSING, "the agent is stopping")

@@ -83,6 +83,11 @@ def test_processes_are_of_a_pod_of_none_or_ours(tmp_path: Path) -> None:
     # An agent's pod that is gone may have left an MPS server; 42 has ended since.
     (tmp_path / "43" / "comm").write_text("python3\n")
     assert pods_of_strangers(pids, tmp_path) == {43: other}
+    # Another kubelet on this host knows its pods, and ours none of them.
+    own = (tmp_path / "43" / "cgroup").read_text()
+    (tmp_path / "43" / "cgroup").write_text(own.replace("/kubepods", f"/docker/{ID}/kubelet/kubepods", 1))
+    assert pods_of_strangers(pids, tmp_path) == {}
+    (tmp_path / "43" / "cgroup").write_text(own)
     (tmp_path / "43" / "comm").write_text("nvidia-cuda-mps\n")
     assert pods_of_strangers(pids, tmp_path) == {}
 

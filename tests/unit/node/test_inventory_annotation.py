@@ -12,7 +12,7 @@ from agent.extender.free_capacity import free_capacity
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
-from agent.model.growth import Growth
+from agent.model.growth import Growth, Place
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.node_inventory import INVENTORY, decode, encode
 from agent.model.topology import Topology
@@ -60,7 +60,7 @@ def test_links_are_told_by_pair() -> None:
 async def test_it_is_published_on_change_only() -> None:
     inventory, assignment = Cell(Snapshot()), Cell(modes(GpuMode(Mode.VGPU)))
     notes: Cell[Mapping[str, str]] = Cell({})
-    grown: Cell[Mapping[str, Growth]] = Cell({})
+    grown: Cell[Mapping[Place, Growth]] = Cell({})
     async with anyio.create_task_group() as group:
         group.start_soon(follow, inventory, assignment, None, notes, grown)
         await anyio.wait_all_tasks_blocked()

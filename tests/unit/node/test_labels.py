@@ -7,6 +7,7 @@ import anyio
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
+from agent.model.modes import Assignment
 from agent.modes.switch_state import Phase, SwitchState
 from agent.node.conditions import MODE_LABEL, NodeStateWriter
 from agent.node.labels import GFD_MARK, labels_of
@@ -39,7 +40,10 @@ class Node(OwnNode):
 
 def writer(node: Node, state: Cell[SwitchState], snapshot: Cell[Snapshot]) -> NodeStateWriter:
     return NodeStateWriter(
-        node, state, labels=lambda present: labels_of(snapshot.value, present), wake_on=(snapshot,)
+        node,
+        state,
+        labels=lambda present: labels_of(snapshot.value, Assignment(), present),
+        wake_on=(snapshot,),
     )
 
 

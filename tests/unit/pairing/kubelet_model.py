@@ -103,7 +103,7 @@ class KubeletModel(PodSource):
         self.specs_readable = True
         self.cached = True  # whether the watch shows pods before the kubelet asks
         self.records_readable = True
-        self.lists, self.gets = 0, 0
+        self.lists, self.gets, self.lists_of_pods = 0, 0, 0
         self.watching, self.reachable = True, True  # the API server's watch, and itself
         self.renewed: dict[Key, Pod] = {}  # what the API server has, and an interrupted watch does not show
         # Pods that a kubelet which has just restarted has heard of; None: it has heard of all.
@@ -180,6 +180,13 @@ class KubeletModel(PodSource):
         if not self.reachable:
             raise PodsUnavailable("no API server here")
         return self.renewed.get((namespace, name), self.api.get((namespace, name)))
+
+    async def list_now(self) -> Collection[Pod]:
+        """One list."""
+        self.lists_of_pods += 1
+        if not (self.reachable and self.specs_readable):
+            raise PodsUnavailable("no API server here")
+        return list({**self.api, **self.renewed}.values())
 
     def current(self) -> bool:
         """Whether the watch is up."""

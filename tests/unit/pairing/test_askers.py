@@ -1,4 +1,5 @@
 from agent.model.demand import VGPU
+from agent.model.holding import Record
 from agent.model.ledger import PairHoldings, PairMember
 from agent.pairing.requester import askers
 from tests.pods import changed
@@ -9,6 +10,18 @@ def test_a_pod_that_ends_asks_for_nothing() -> None:
     # Of a StatefulSet the next pod of this size may be waiting while the last one is Terminating.
     waiting, leaving = pod("next", share("main", 20, 10)), pod("last", share("main", 20, 10))
     leaving = changed(leaving, ending=True)
-    found = askers(VGPU, PairMember.CORE, 20, None, PairHoldings(), [leaving, waiting], ())
+    record = Record((), (("default", "next", "main"), ("default", "last", "main")))
+    found = askers(VGPU, PairMember.CORE, 20, record, PairHoldings(), [leaving, waiting], ())
     assert [each.pod.name for each in found] == ["next"]
-    assert askers(VGPU, PairMember.CORE, 20, None, PairHoldings(), [leaving], ()) == []
+    assert askers(VGPU, PairMember.CORE, 20, record, PairHoldings(), [leaving], ()) == []
+
+
+def test_without_a_record_one_that_ends_may_be_asking_and_any_container_of_its_size() -> None:
+    two = pod("two", share("first", 20, 10), share("second", 20, 30), share("third", 5, 1))
+    leaving = changed(pod("last", share("main", 20, 10)), ending=True)
+    found = askers(VGPU, PairMember.CORE, 20, None, PairHoldings(), [leaving, two], ())
+    assert [(each.pod.name, each.container.name) for each in found] == [
+        ("last", "main"),
+        ("two", "first"),
+        ("two", "second"),
+    ]

@@ -7,7 +7,7 @@ from agent.model.demand import Demand
 from agent.model.holding import Record
 from agent.model.ledger import PairMember
 from agent.pairing.pod_access import Cause, PairRefused
-from tests.unit.pairing.asking import first, index
+from tests.unit.pairing.asking import first, index, told
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share
 
 NOTHING: frozenset[str] = frozenset()
@@ -224,6 +224,23 @@ async def test_a_promise_counts_from_when_it_was_made_though_the_kubelet_answere
     # The Allocate after it finds the promise, and need not wait once more.
     assert (kubelet.pairing.stats.expired, kubelet.lists) == (0, 1)
     await no_more_than_15_are_set_aside(kubelet)
+
+
+async def test_a_promise_outlasts_the_reading_for_its_second_half() -> None:
+    """Storm 5: each reading takes longer than a promise lasts, and lists are made again meanwhile."""
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    recorder = told(kubelet)
+    look = kubelet.look
+
+    async def slow(deadline: float = 1.0) -> Record:
+        kubelet.now += 12.0
+        kubelet.pairing.observe(Record())
+        return await look(deadline)
+
+    kubelet.look = slow  # type: ignore[method-assign]
+    await kubelet.admit(pod("a", share("main", 10, 25), share("second", 5, 5)))
+    assert kubelet.pairing.stats.expired == 0
+    assert [name for _, name, _ in recorder.choices] == ["main", "second"]
 
 
 async def test_a_member_without_preference_is_kept_though_the_kubelet_answered_late() -> None:

@@ -10,9 +10,12 @@ from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodResources
 from agent.model.demand import VGPU
 from agent.model.holding import Record
+from agent.model.ledger import PairMember
 from agent.model.pod import Container
 from tests.component.kubelet_room.parts import eventually
-from tests.unit.pairing.kubelet_model import KubeletModel, pod
+from tests.pods import changed
+from tests.unit.pairing.asking import first
+from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 
 WHOLE = Container("main", {VGPU.core: 100})
 
@@ -26,6 +29,16 @@ async def test_a_pod_that_ended_at_once_keeps_no_gpu_off_the_lists() -> None:
     kubelet.cell.publish(Record((), (), frozenset({short.uid})))
     kubelet.shares.refresh()
     assert kubelet.pairing.ledger.reservations == ()
+
+
+async def test_a_rejected_pods_promise_ends_with_its_status_though_the_kubelet_lists_it() -> None:
+    # As kubelets before 1.34 do, which go on listing who was just rejected.
+    kubelet = KubeletModel(gpus=1)
+    rejected = pod("a", share("main", 60, 30))
+    await first(kubelet, rejected, PairMember.CORE)
+    kubelet.api[rejected.key] = changed(rejected, phase="Failed")
+    await kubelet.admit(pod("b", share("main", 60, 30)))
+    assert kubelet.gpus_of(("default", "b"), "main")
 
 
 async def test_promises_to_pods_that_live_stay() -> None:

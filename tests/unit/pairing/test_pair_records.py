@@ -1,12 +1,18 @@
 """The part of the record that concerns one pair, over several readings."""
 
+import itertools
 from dataclasses import replace
 from typing import Any, cast
 
+import pytest
+
 from agent.model.demand import VGPU
 from agent.model.holding import Holding, Record, Source
+from agent.model.ledger import PairMember
 from agent.pairing.pod_access import PodSource
 from agent.pairing.resolver import RequesterResolver
+from tests.unit.pairing.asking import InOrder, index
+from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 
 CORES = Holding("default", "a", "main", VGPU.core, ("GPU-a::c0",))
 BLOCKS = Holding("default", "a", "main", VGPU.memory, ("GPU-a::m0", "GPU-a::m1"))
@@ -45,3 +51,22 @@ def test_a_holding_that_changed_is_read_again() -> None:
     for number in range(50):
         fresh = replace(CORES, ids=(f"GPU-a::c{number}",))
         assert calls.held(Record((fresh,), LISTED)).ids == {f"GPU-a::c{number}"}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(PairMember)))
+async def test_a_kubelet_that_keeps_one_half_of_a_pod_that_is_over_keeps_the_other(
+    order: tuple[PairMember, PairMember],
+) -> None:
+    """Storm 70005: one that has just started frees nothing before it has heard of all pods."""
+    kubelet = KubeletModel(gpus=2, blocks=40)
+    gone = pod("gone", share("main", 50, 20))
+    await kubelet.admit(gone)
+    await kubelet.refresh()
+    del kubelet.api[gone.key]
+    kubelet.heard = set()
+    kubelet.random = InOrder([*order], [*order])
+    await kubelet.admit(pod("next", share("main", 60, 21)))
+    assert index(kubelet, ("default", "next")) == [1]
+    del kubelet.taken_up[gone.key]  # now it has heard of all
+    await kubelet.admit(pod("last", share("main", 90, 35)))
+    assert index(kubelet, ("default", "last")) == [0]

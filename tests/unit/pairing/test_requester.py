@@ -289,8 +289,9 @@ async def test_without_records_one_waiting_pod_is_enough() -> None:
 async def test_with_nothing_readable_nothing_is_given() -> None:
     kubelet = KubeletModel()
     kubelet.records_readable = kubelet.specs_readable = False
-    with pytest.raises(PairRefused, match="no pod of this node is known to wait"):
+    with pytest.raises(PairRefused, match="neither the kubelet's PodResources nor the API server") as refusal:
         await kubelet.admit(pod("a", share("main", 10, 5)))
+    assert refusal.value.cause is Cause.UNAVAILABLE
 
 
 async def test_gpu_only_init_phase_then_agent_restart() -> None:
@@ -397,11 +398,35 @@ async def test_no_pod_of_an_old_copy_is_guessed_without_the_kubelets_record() ->
     kubelet = KubeletModel()
     known = pod("a", share("main", 20, 10))
     kubelet.api[known.key] = known
-    kubelet.records_readable = False
+    kubelet.records_readable = kubelet.reachable = False
     free = sorted(kubelet.listed(PairMember.CORE))
-    kubelet.watching = False
-    with pytest.raises(PairRefused, match="restore the connection to the API server") as refusal:
-        await kubelet.pairing.prefer(PairMember.CORE, 20, free)
-    assert refusal.value.cause is Cause.UNAVAILABLE
-    kubelet.watching = True
+    # A watch may be mute for a minute before anybody notices.
+    for kubelet.watching in (True, False):
+        with pytest.raises(PairRefused, match="restore one of them") as refusal:
+            await kubelet.pairing.prefer(PairMember.CORE, 20, free)
+        assert refusal.value.cause is Cause.UNAVAILABLE
+    kubelet.reachable = True
     assert len(await kubelet.pairing.prefer(PairMember.CORE, 20, free)) == 20
+
+
+@in_virtual_time
+async def test_without_a_record_all_that_the_api_server_lists_may_be_asking() -> None:
+    """Storm 90015: a pod was deleted while the kubelet had yet to admit it, and another one got its share."""
+    kubelet = KubeletModel()
+    kubelet.records_readable = False
+    known, size = pod("a", share("main", 20, 10)), 20
+    kubelet.api[known.key] = known
+    free = sorted(kubelet.listed(PairMember.CORE))
+    unseen = pod("b", share("main", 20, 10), namespace="other")
+    for other in (unseen, changed(unseen, ending=True)):
+        kubelet.renewed[unseen.key] = other  # the watch is mute
+        with pytest.raises(PairRefused, match="nothing is guessed"):
+            await kubelet.pairing.prefer(PairMember.CORE, size, free)
+    # Nor is a container that an agent before may have served known from the next one of its pod.
+    kubelet.renewed.clear()
+    kubelet.api[known.key] = pod("a", share("main", 20, 10), share("second", 20, 30))
+    with pytest.raises(PairRefused, match="nothing is guessed"):
+        await kubelet.pairing.prefer(PairMember.CORE, size, free)
+    kubelet.api[known.key] = changed(known, ending=True)
+    with pytest.raises(PairRefused, match="no pod of this node is known to wait"):
+        await kubelet.pairing.prefer(PairMember.CORE, size, free)

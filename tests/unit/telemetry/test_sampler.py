@@ -11,6 +11,7 @@ import pytest
 from agent.inventory.reducer import Unavailable, reduce
 from agent.nvml.nvml_errors import NvmlCode
 from agent.nvml.port import Sample, SampleRequest
+from agent.telemetry.gpus import sample_series
 from agent.telemetry.sampler import Sampler, Samples
 from tests.unit.telemetry.agents import Parts
 from tests.virtual_time import in_virtual_time
@@ -207,6 +208,20 @@ async def test_pcie_throughput_is_read_only_when_asked_for() -> None:
         async with running(sampler):
             samples = await rounds(sampler, 1)
         assert (samples.taken[uuids[0]].sample.pcie_bytes_per_second is not None) is pcie
+    parts.thread.close()
+
+
+async def test_activity_is_read_only_when_asked_for() -> None:
+    parts = Parts("dgx-h200")
+    uuids = parts.scan()
+    for activity in (False, True):
+        sampler = Sampler(parts.nvml, parts.thread, parts.inventory.snapshot, 0.1, activity=activity)
+        async with running(sampler):
+            samples = await rounds(sampler, 2)
+        taken = samples.taken[uuids[0]]
+        assert (taken.sample.activity is not None) is activity
+        names = {each[0].name for each in sample_series(taken, (uuids[0], "0"))}
+        assert ("gpu_agent_gpu_tensor_active_ratio" in names) is activity
     parts.thread.close()
 
 

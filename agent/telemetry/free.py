@@ -1,0 +1,97 @@
+"""Free GPUs of the node by mode: how many, the largest part that is free, and what no usual pod can use."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
+from agent.model.demand import CORES
+from agent.model.free_gpu import FreeGpu
+from agent.model.holding import Record
+from agent.model.modes import OFFERED_MODES, Assignment, GpuMode, Mode
+from agent.model.placement import unusable, usual_mix
+from agent.telemetry import definitions as d
+from agent.telemetry.container_use import Uses
+from agent.telemetry.reading import Series
+from agent.telemetry.shares import ContainerShare, by_gpu
+
+
+def free_collector(
+    snapshot: Cell[Snapshot],
+    assignment: Cell[Assignment],
+    record: Cell[Record | None],
+    uses: Cell[Uses],
+    most_clients: int | None,
+) -> Iterator[Series]:
+    """Nothing until it is known who holds what. `most_clients`: a ceiling below that of the mode."""
+    known = record.value
+    if known is None or (known.holdings and not uses.version):
+        return
+    yield from free_series(
+        snapshot.value, assignment.value, (each.use.share for each in uses.value.containers), most_clients
+    )
+
+
+def free_series(
+    snapshot: Snapshot,
+    assignment: Assignment,
+    shares: Iterable[ContainerShare],
+    most_clients: int | None = None,
+) -> Iterator[Series]:
+    held = by_gpu(shares)
+    for mode in OFFERED_MODES:
+        there = [
+            (state, assignment.of(state.uuid))
+            for state in snapshot.gpus
+            if assignment.of(state.uuid).mode is mode
+        ]
+        if not there:
+            continue
+        offered = [(state, now) for state, now in there if state.healthy and now.offered]
+        if mode.row.pair is None:
+            yield from _counted(mode, offered, held)
+        else:
+            ceiling = mode.row.client_ceiling
+            gpus = []
+            for state, _ in offered:
+                clients = ceiling(state.gpu, snapshot.driver) if ceiling else 0
+                clients = min(clients, most_clients or clients)
+                gpus.append(_free(state, mode, held.get(state.uuid, ()), clients))
+            yield from _measured(mode, gpus)
+
+
+def _counted(
+    mode: Mode, offered: Sequence[tuple[GpuState, GpuMode]], held: Mapping[str, Sequence[ContainerShare]]
+) -> Iterator[Series]:
+    """Whole GPUs and time slices: none is of no use."""
+    parts = [
+        max(0.0, 1.0 - sum(1.0 if each.held is None else each.held for each in held.get(state.uuid, ())))
+        for state, _ in offered
+    ]
+    whole = [part for part, (_, now) in zip(parts, offered, strict=True) if part == 1 and now.replicas == 1]
+    slices = [1 / now.replicas for part, (_, now) in zip(parts, offered, strict=True) if part > 0]
+    yield d.FREE_GPUS, len(whole), (mode.value,)
+    yield d.FREE_COMPUTE, sum(parts), (mode.value,)
+    yield d.LARGEST_FREE, max(slices, default=0.0), (mode.value,)
+    yield d.UNUSABLE_COMPUTE, 0, (mode.value,)
+
+
+def _measured(mode: Mode, gpus: Sequence[FreeGpu]) -> Iterator[Series]:
+    yield d.FREE_GPUS, sum(gpu.untouched for gpu in gpus), (mode.value,)
+    yield d.FREE_COMPUTE, sum(gpu.cores for gpu in gpus) / CORES, (mode.value,)
+    yield d.LARGEST_FREE, max((gpu.largest_share for gpu in gpus), default=0) / CORES, (mode.value,)
+    yield d.UNUSABLE_COMPUTE, unusable(gpus, usual_mix()) / CORES, (mode.value,)
+
+
+def _free(state: GpuState, mode: Mode, shares: Sequence[ContainerShare], clients: int) -> FreeGpu:
+    """`clients`: how many containers may hold shares of it; 0: as many as have room."""
+    pair = mode.row.pair
+    assert pair is not None
+    blocks = pair.blocks(state.gpu.memory_bytes)
+    # All cores with all memory: other than by growth, nothing else may be on the GPU then.
+    whole = any(each.core_limit == 1 and each.memory_limit >= state.gpu.memory_bytes for each in shares)
+    full = bool(clients) and len(shares) >= clients
+    cores = 0 if whole else CORES - round(CORES * sum(each.core_limit or 0.0 for each in shares))
+    taken = blocks if whole or full else sum(each.memory_limit for each in shares) // pair.block_bytes
+    return FreeGpu(
+        state.uuid, state.gpu.index, max(0, cores), max(0, blocks - taken), blocks, untouched=not shares
+    )

@@ -1,0 +1,64 @@
+"""Processes that outlive a deletion by force: nothing of their GPU is offered while they are there."""
+
+import shutil
+
+import anyio
+
+from agent.model.ids import SEPARATOR
+from tests.storm.excuses import Excuses
+from tests.storm.world import World
+
+# After the record of holders names the pod no more. NVML is asked at once, and the list follows.
+OFFERED_SECONDS = 3.0
+FIRST_PID = 1 << 22  # no daemon's nor client's
+
+
+def outlive(world: World, slot: int, uid: str, container_id: str) -> int:
+    """A process of a pod's hangs on a GPU from now on."""
+    pid = FIRST_PID + len(world.outliving) + world.made
+    while pid in world.outliving:
+        pid += 1
+    folder = world.folder / "proc" / str(pid)
+    folder.mkdir()
+    (folder / "cgroup").write_text(f"0::/kubepods/pod{uid}/{container_id}\n")
+    (folder / "comm").write_text("python\n")
+    world.machine.processes.start(slot, pid)
+    world.outliving[pid] = slot, world.machine.uuid(slot), uid, anyio.current_time()
+    return pid
+
+
+def end(world: World, pid: int) -> None:
+    """It ends."""
+    if world.outliving.pop(pid, None) is not None:
+        world.machine.processes.stop(pid)
+        shutil.rmtree(world.folder / "proc" / str(pid))
+
+
+class Lingerers:
+    """GPUs that are offered beside such a process, and since when."""
+
+    def __init__(self, world: World, excuses: Excuses) -> None:
+        self._world = world
+        self._excuses = excuses
+        self._since: dict[int, float] = {}
+
+    def offered(self) -> str | None:
+        """The fault, in words."""
+        world, now = self._world, anyio.current_time()
+        agent, current, life = world.running, world.current, world.kubelet._life
+        if not world.outliving or agent is None or current is None or life is None:
+            self._since.clear()
+            return None
+        holders = agent.core.holdings.gpus_by_pod()
+        listed = {
+            text.partition(SEPARATOR)[0] for ids in life.devices.tables.healthy.values() for text in ids
+        }
+        found: dict[int, str] = {}
+        for pid, (_, uuid, uid, began) in world.outliving.items():
+            # An agent that has begun since then finds who was on the GPU by other means, and not here.
+            knew = current.began < began and not current.life.dead
+            if knew and uuid in listed and uid not in holders and self._excuses.sees(uuid):
+                found[pid] = f"{uuid} is offered, and process {pid} of pod {uid}, which has ended, is on it"
+        self._since = {pid: self._since.get(pid, now) for pid in found}
+        late = [text for pid, text in found.items() if now - self._since[pid] > OFFERED_SECONDS]
+        return late[0] if late else None
