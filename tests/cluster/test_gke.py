@@ -99,7 +99,7 @@ def test_gke_preset_gives_gpus(gke: Installation) -> None:
     nodes = set(shell("whole", "find /dev -name 'nvidia*' -type c").split())
     assert {"/dev/nvidiactl", "/dev/nvidia-uvm"} < nodes
     assert len(nodes) == 3
-    shell("whole", "/bin/probe")  # which is linked with libcuda: the hook has told the loader of it
+    shell("whole", "/bin/probe")  # which is linked with libcuda: the loader knows it by the hook
     specification = (cluster.cdi_dir / FILE).read_text()
     assert f"{BIN}/gpu-node-agent/bin/nvidia-cdi-hook" in specification
     assert f"{BIN}/nvidia/lib64/" in specification

@@ -171,7 +171,7 @@ LEFT = {
     "/var/lib/gpu-node-agent": "dir",
     "/etc/cdi": "dir",
 }
-"""What a pod cannot remove, since it has mounted it: docs/install.md names the same."""
+"""No pod can remove what it has mounted: docs/install.md names the same."""
 MADE = {
     "/run/gpu-node-agent",
     "/run/cdi",
@@ -183,7 +183,7 @@ MADE = {
 LOOKED_AT = (*MADE, "/run", "/usr/local/nvidia", "/var/lib/kubelet/device-plugins")
 """Where the agent's pods may write; the rest of the machine has other users, too."""
 OTHERS = ("/run/containerd", "/run/netns", "/run/cni", "/run/runc", "/run/nri")
-"""What every container brings about."""
+"""Every container brings these about."""
 
 
 def host(cluster: Cluster) -> dict[str, str]:
