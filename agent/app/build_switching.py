@@ -18,6 +18,7 @@ from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.growth import Growth, Place
 from agent.model.modes import Assignment, Mode
+from agent.modes.claims import ClaimRequests
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Desired, catalog_of
 from agent.modes.last_request import LastRequest
@@ -73,6 +74,7 @@ async def build_switching(
     grown: Cell[Mapping[Place, Growth]],
     sampler: Sampler,
     lacks: Cell[str],
+    claims: ClaimRequests | None = None,
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
@@ -119,6 +121,7 @@ async def build_switching(
         lingering=lingering,
         unexplained=unexplained,
         lacks=lacks,
+        claims=claims,
     )
     upgrade = None
     if own and follows_upgrades:

@@ -18,6 +18,7 @@ from agent.injection.specification import KIND, Devices
 from agent.kit.cell import Cell
 from agent.kit.supervise import describe
 from agent.kubelet.plugin_types import Allocation, DeviceNode
+from agent.model.claim_device import SHARE_KIND, visible
 from agent.model.gpu import Gpu
 from agent.model.mount import Mount
 from agent.settings import Settings
@@ -204,6 +205,14 @@ class Injector:
         return (
             self.choice.reason if self._settings.injection.strategy != "auto" else cdi_problem(self.software)
         )
+
+    def claim_device(self, uuid: str) -> str:
+        """The qualified name of a GPU's CDI device, by which alone claims bring GPUs; empty: it has none."""
+        if self._settings.simulator.profile:
+            return f"{SHARE_KIND}={visible(uuid)}"
+        if not self.choice.cdi:
+            return ""
+        return f"{KIND if uuid in self._own.value.names else TOOLKIT_KIND}={uuid}"
 
     def allocation(self, gpus: Sequence[Gpu]) -> Allocation:
         """Environment, mounts, device nodes or CDI names for `gpus`, in the order given."""

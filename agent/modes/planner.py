@@ -78,8 +78,8 @@ def _gated_targets(
 def _gated(state: GpuState, target: Target, wings: Wings, lacks: str) -> GpuMode:
     if target.mode is Mode.OFF:
         return GpuMode(reason="no mode is set for this GPU")
-    wing = wings.get(target.mode)
+    wing, dra = wings.get(target.mode), target.mode.row.by_claims
     own = MIG_REASON if state.gpu.mig_enabled else wing.obstacle(state) if wing else ""
     if reason := own or lacks:
         return GpuMode(reason=reason, refused=True)
-    return GpuMode(target.mode, replicas=target.replicas)
+    return GpuMode(target.mode, replicas=target.replicas, dra=dra)

@@ -160,11 +160,11 @@ def _message(state: SwitchState) -> str:
 
 
 def _gpu(gpu: GpuSwitch) -> dict[str, object]:
-    entry: dict[str, object] = {"active": gpu.active.mode.value}
+    entry: dict[str, object] = {"active": gpu.active.requested.value}
     if gpu.active.replicas > 1:
         entry["replicas"] = gpu.active.replicas
-    if gpu.wanted.mode is not gpu.active.mode:
-        entry["desired"] = gpu.wanted.mode.value
+    if gpu.wanted.requested is not gpu.active.requested:
+        entry["desired"] = gpu.wanted.requested.value
     if gpu.waiting_for:
         entry["waitingFor"] = len(gpu.waiting_for)
     refused = gpu.wanted.reason if gpu.wanted.refused else ""  # while it still drains, too

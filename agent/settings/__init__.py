@@ -235,6 +235,21 @@ class Mps(Section, frozen=True):
     advisory_caps: Literal["report", "refuse"] = "report"
 
 
+class Dra(Section, frozen=True):
+    """GPUs as devices of Kubernetes' DRA (1.36.5 and newer): claims choose between whole GPUs and MPS shares.
+
+    Those that the label, defaultMode or a layout gives the mode dra.
+    """
+
+    enabled: bool = False
+    # How long an MPS daemon runs on after its last claim, unless a claim of a whole GPU comes.
+    keep_daemon_seconds: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    # So many GPUs, the last ones, take no MPS shares: whole GPUs find room while shares queue.
+    reserve_whole: Annotated[int, Meta(ge=0, le=1024)] = 0
+    # Have the kubelet prepare again, by an annotation of the pod, what it would leave for a minute.
+    nudge_pods: bool = True
+
+
 class LayoutEntry(Section, frozen=True):
     """Some GPUs of a layout and their mode."""
 
@@ -255,7 +270,7 @@ class Settings(Section, frozen=True):
     """The whole configuration of the node agent."""
 
     version: Literal[1] = 1
-    # Without a label: none, pgpu, vgpu, mps, or the name of a layout.
+    # Without a label: none, pgpu, vgpu, mps, dra, or the name of a layout.
     default_mode: str = "none"
     mode_file: AbsolutePath | None = None  # a file with one word, in place of the node label
     when_busy: Literal["drain", "refuse"] = "drain"
@@ -266,6 +281,7 @@ class Settings(Section, frozen=True):
     time_slicing: TimeSlicing = TimeSlicing()
     vgpu: Vgpu = Vgpu()
     mps: Mps = Mps()
+    dra: Dra = Dra()
     node_labels: bool = True  # describe driver and GPUs in labels of the node
     logging: Logging = Logging()
     http: HttpSettings = HttpSettings()

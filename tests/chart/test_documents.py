@@ -52,7 +52,7 @@ def blocks(document: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "config/examples/pods").glob("*.yaml")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "config/examples").glob("*/*.yaml")), ids=lambda f: f.stem)
 def test_kubernetes_takes_the_example_pods(file: Path) -> None:
     (pod,) = yaml.safe_load_all(file.read_text())
     kubernetes_validate.validate(pod, "1.36", strict=True)
