@@ -61,6 +61,8 @@ class ClusterSettings(Section, frozen=True):
     node_name: str | None = None
     # A scheduler extender chooses GPUs: node totals need protect nobody, so lists carry all units.
     extender: bool = False
+    # Keep cluster-autoscaler from removing the node while pods hold units that it does not know: vGPU, MPS.
+    scale_down_guard: bool = False
 
     @property
     def own_node(self) -> str:

@@ -21,7 +21,14 @@ def rendered(words: list[str]) -> list[helm.Manifest]:
     """The chart as helm renders it with the flags of a command."""
     own = ("--create-namespace", "--reset-then-reuse-values")
     flags = [word for word in words if word not in own]
-    text = helm.run("template", "gpu-node-agent", str(helm.CHART), "--namespace=gpu-node-agent", *flags)
+    text = helm.run(
+        "template",
+        "gpu-node-agent",
+        str(helm.CHART),
+        "--namespace=gpu-node-agent",
+        f"--kube-version={helm.NEWEST}",
+        *flags,
+    )
     return [found for found in yaml.safe_load_all(text) if found]
 
 

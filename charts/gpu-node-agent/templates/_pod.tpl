@@ -83,6 +83,12 @@ seccompProfile:
   mountPath: {{ include "gna.kubeletRoot" . }}/plugins_registry
 - name: pod-resources
   mountPath: {{ include "gna.kubeletRoot" . }}/pod-resources
+{{- if and .Values.dra.enabled (include "gna.hostDriver" .) }}
+# Only where the agent is privileged anyway: the kubelet's record of claims is replaced as a file, and lies there.
+- name: kubelet
+  mountPath: {{ include "gna.kubeletRoot" . }}
+  readOnly: true
+{{- end }}
 - name: state
   mountPath: {{ include "gna.state" . }}
 - name: run
@@ -157,6 +163,10 @@ seccompProfile:
   hostPath: {path: {{ printf "%s/plugins_registry" (include "gna.kubeletRoot" .) | quote }}, type: Directory}
 - name: pod-resources
   hostPath: {path: {{ printf "%s/pod-resources" (include "gna.kubeletRoot" .) | quote }}, type: Directory}
+{{- if and .Values.dra.enabled (include "gna.hostDriver" .) }}
+- name: kubelet
+  hostPath: {path: {{ include "gna.kubeletRoot" . | quote }}, type: Directory}
+{{- end }}
 - name: state
   hostPath: {path: {{ include "gna.state" . | quote }}, type: DirectoryOrCreate}
 - name: run
