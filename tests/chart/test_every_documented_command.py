@@ -26,7 +26,7 @@ from tests.component.monitoring import queries
 from tests.component.monitoring.prometheus import prometheus
 
 AUTHORITY = "/etc/kubernetes/pki/"
-VALUES = {"metrics", "platform", "attribution", "extender"}
+VALUES = {"metrics", "platform", "attribution", "extender", "pools"}
 
 
 def chosen(how: How, language: str = "sh") -> list[Piece]:
