@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from agent.app.build_node import NodeParts
 from agent.app.parts import Core
@@ -13,6 +14,9 @@ from agent.modes.sources import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.modes.unexplained import Unexplained
 from agent.modes.wing import Wing
+
+if TYPE_CHECKING:
+    from agent.dra.door import DraDoor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +30,4 @@ class Agent:
     grown: Cell[Mapping[Place, Growth]]
     cluster: ClusterAccess | None  # None: there is no way to the Kubernetes API
     node: NodeParts | None  # None: the same
+    door: "DraDoor | None" = None  # None: GPUs are offered by device plugins alone

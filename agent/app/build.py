@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -20,13 +21,17 @@ from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
 from agent.model.growth import Growth, Place
-from agent.model.modes import Assignment
+from agent.model.modes import Assignment, Mode
 from agent.modes.mode_metrics import modes_collector
-from agent.modes.wing import Node
+from agent.modes.wing import Node, Wing
 from agent.node import writers as node_writers
+from agent.settings import Settings
 from agent.telemetry.free import free_collector
 from agent.telemetry.health_metrics import health_collector
 from agent.telemetry.reading import Collector, Sources
+
+if TYPE_CHECKING:
+    from agent.dra.door import DraDoor
 
 log = structlog.get_logger()
 
@@ -56,7 +61,9 @@ async def build(
     tasks.start("attribution", containers.run)
     pods, recorder = follow_cluster(cluster, settings, core.holdings, tasks)
     injector, keeper = await build_cdi.build_cdi(core)
-    await anyio.to_thread.run_sync(injector.look, None)
+    await injector.update(None)
+    if injector.companions:
+        tasks.start("companion devices", injector.watch_companions)
     if cluster:
         tasks.start("injection", follow_node_software, cluster.node, injector)
     with anyio.move_on_after(FIRST_LOOK_SECONDS):
@@ -87,12 +94,17 @@ async def build(
     for wing in wings.values():
         for task in wing.tasks():
             tasks.start(task.name, task.run)
-    switching = await build_switching(core, tasks, monitor, request, wings, assignment, grown, sampler)
+    door = await _door(node, wings, core)
+    requests = door.requests if door else None
+    switching = await build_switching(
+        core, tasks, monitor, request, wings, assignment, grown, sampler, injector.lacks, requests
+    )
     written = switching.node.writers if switching.node else {}
     collectors: list[Collector] = [
         partial(health_collector, core.inventory, monitor.events),
         *([partial(build_cdi.metrics, keeper)] if keeper else []),
         *(each.metrics for each in wings.values()),
+        *([door.metrics] if door else []),
         partial(modes_collector, switching.switcher, switching.unexplained),
         partial(
             free_collector,
@@ -109,6 +121,7 @@ async def build(
         *([cluster.remarks] if cluster else []),
         *([keeper.remarks] if keeper else []),
         *(each.remarks for each in wings.values()),
+        door.remarks if door else partial(_no_door, settings),
         lambda: [] if cluster is None or cluster.problem else node_writers.remarks(written),
         switching.cordons.remarks,
         *([switching.upgrade.remarks] if switching.upgrade else []),
@@ -127,6 +140,10 @@ async def build(
     await serve_metrics(core, tasks, sources)
 
     async def serve() -> None:
+        if door:
+            for task in door.tasks():
+                tasks.start(task.name, task.run)
+            await door.taken_up()
         await start_switching(switching, core, tasks, request, grown)
         start_commands(
             core, tasks, monitor, injector, wings, switching.cordons, switching.unexplained, sources
@@ -142,8 +159,27 @@ async def build(
         grown,
         cluster,
         switching.node,
+        door,
     )
     return agent, serve
+
+
+async def _door(node: Node, wings: Mapping[Mode, Wing], core: Core) -> "DraDoor | None":
+    """The second door, where it is wanted and there is a way to the Kubernetes API."""
+    if not node.settings.dra.enabled or node.cluster is None:
+        return None
+    from agent.dra.door import DraDoor  # noqa: PLC0415  a mebibyte for nodes without it
+
+    return await DraDoor.build(node, node.cluster, wings, core.readiness.switch)
+
+
+def _no_door(settings: Settings) -> list[str]:
+    """A door that cannot be had."""
+    if not settings.dra.enabled:
+        return []
+    return [
+        "dra.enabled is true, but there is no way to the API server: GPUs of mode dra are offered to nobody"
+    ]
 
 
 def simulated(profile: str | None) -> list[str]:

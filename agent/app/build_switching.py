@@ -18,6 +18,7 @@ from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.growth import Growth, Place
 from agent.model.modes import Assignment, Mode
+from agent.modes.claims import ClaimRequests
 from agent.modes.cordon_book import CordonBook
 from agent.modes.desired import Desired, catalog_of
 from agent.modes.last_request import LastRequest
@@ -72,6 +73,8 @@ async def build_switching(
     assignment: Cell[Assignment],
     grown: Cell[Mapping[Place, Growth]],
     sampler: Sampler,
+    lacks: Cell[str],
+    claims: ClaimRequests | None = None,
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
@@ -118,6 +121,8 @@ async def build_switching(
         cordons=in_force,
         lingering=lingering,
         unexplained=unexplained,
+        lacks=lacks,
+        claims=claims,
     )
     upgrade = None
     if own and follows_upgrades:

@@ -99,6 +99,8 @@ async def running(
                             with anyio.CancelScope(shield=True):
                                 gives_back = agent.node.report.nothing_to_give_back
                                 await agent.node.withdrawals.stop(agent.switcher.close)
+                                if agent.door:
+                                    await agent.door.closed()
                         withdrawn()
                         inner.cancel_scope.cancel()
             outer.cancel_scope.cancel()

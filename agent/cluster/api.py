@@ -80,8 +80,13 @@ class KubeApi:
     async def get(self, path: str, query: Query = None, deadline: float = CALL_SECONDS) -> bytes:
         return await self._call("GET", path, deadline, query)
 
-    async def post(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
-        return await self._call("POST", path, deadline, body=body)
+    async def post(
+        self, path: str, body: object, deadline: float = CALL_SECONDS, query: Query = None
+    ) -> bytes:
+        return await self._call("POST", path, deadline, query, body)
+
+    async def put(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
+        return await self._call("PUT", path, deadline, body=body)
 
     async def merge_patch(self, path: str, body: object, deadline: float = CALL_SECONDS) -> bytes:
         """PATCH as a JSON merge patch (RFC 7386); the body of the answer."""

@@ -30,10 +30,11 @@ WRITTEN_ONCE = 4096  # keys that are remembered; of older ones the API server st
 
 @dataclass(frozen=True, slots=True)
 class Regarding:
-    kind: Literal["Node", "Pod"]
+    kind: Literal["Node", "Pod", "ResourceClaim"]
     name: str
     namespace: str = ""
     uid: str = ""
+    api_version: str = "v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class EventRecorder:
 
     def emit(self, event: Event) -> None:
         """Hand an event over; dropped when too many wait."""
-        if event.regarding.kind == "Pod" and self._mailbox.depth >= WAITING_OF_PODS:
+        if event.regarding.kind != "Node" and self._mailbox.depth >= WAITING_OF_PODS:
             self._crowded += 1
         else:
             self._mailbox.offer(event)
@@ -150,7 +151,7 @@ class EventRecorder:
             "kind": "Event",
             "metadata": {"name": name, "namespace": namespace},
             "involvedObject": {
-                "apiVersion": "v1",
+                "apiVersion": about.api_version,
                 "kind": about.kind,
                 "name": about.name,
                 **({"namespace": about.namespace} if about.namespace else {}),

@@ -100,10 +100,23 @@ class HoldingsWatch:
 
     def gpus_by_pod(self) -> dict[str, frozenset[str]]:
         """The GPUs that each pod holds something of, by the pod's UID, or held until its object went."""
-        return {
+        found = {
             uid: frozenset[str]().union(*(each.gpus for each in pod.holdings.values()))
             for uid, pod in {**self._doubted, **self._record.pods}.items()
         }
+        for uid, gpus in self._gpus_by_claims().items():
+            found[uid] = found.get(uid, frozenset()) | gpus
+        return found
+
+    def _gpus_by_claims(self) -> Mapping[str, frozenset[str]]:
+        """The same of claims' devices, whose holders have no entry in the kubelet's checkpoint of plugins."""
+        claims = [each for each in self._record.joined.holdings if each.share]
+        uids = {pod.key: uid for uid, pod in self.view().pods.items()} if claims else {}
+        found: dict[str, frozenset[str]] = {}
+        for each in claims:
+            if uid := uids.get((each.namespace, each.pod)):
+                found[uid] = found.get(uid, frozenset()) | each.gpus
+        return found
 
     def known_pods(self) -> frozenset[str] | None:
         """UIDs of all pods that the API server or the kubelet knows; None: that cannot be said now."""
@@ -115,7 +128,12 @@ class HoldingsWatch:
     def nameless_gpus(self) -> frozenset[str]:
         """GPUs of which something is held by a pod whose UID is not known."""
         named = {id(each) for pod in self._record.pods.values() for each in pod.holdings.values()}
-        nameless = (each.gpus for each in self._record.joined.holdings if id(each) not in named)
+        shown = {pod.key for pod in self.view().pods.values()}
+        nameless = (
+            each.gpus
+            for each in self._record.joined.holdings
+            if id(each) not in named and not (each.share and (each.namespace, each.pod) in shown)
+        )
         return frozenset[str]().union(*nameless)
 
     def allocated(self) -> None:

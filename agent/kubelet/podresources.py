@@ -1,8 +1,9 @@
 """PodResources v1: the kubelet's own record of which container holds which device IDs."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -14,7 +15,8 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 from agent._proto import v1
 from agent.kit.backoff import Backoff
 from agent.kubelet import wire
-from agent.model.holding import Holding, Record
+from agent.model.claim_device import DRIVER, share_of
+from agent.model.holding import Holding, Record, Source
 
 T = TypeVar("T")
 
@@ -67,7 +69,7 @@ class AllocatableReader:
 
     def parse(self, data: bytes) -> Mapping[str, int]:
         # An ID with two NUMA nodes has two entries.
-        _, found = _read_entries(data, 0, len(data), entries=1)
+        found = _read_entries(data, 0, len(data), entries=1).held
         return {resource: len(set(ids)) for resource, ids in found.items()}
 
 
@@ -205,28 +207,60 @@ def _read_pod(data: bytes, start: int, end: int) -> _Part:
         elif number == 3:
             bodies.append((low, high))
     for low, high in bodies:
-        container, held = _read_container(data, low, high)
-        containers.append((namespace, name, container))
-        holdings.extend(Holding(namespace, name, container, resource, ids) for resource, ids in held.items())
+        found = _read_entries(data, low, high, entries=2, name=1, claims=5)
+        holder = (namespace, name, found.name)
+        containers.append(holder)
+        holdings += (Holding(*holder, resource, wire.texts(ids)) for resource, ids in found.held.items())
+        holdings += _read_claims(data, found.claims, holder)
     return holdings, containers
 
 
-def _read_container(data: bytes, start: int, end: int) -> tuple[str, dict[str, tuple[str, ...]]]:
-    name, held = _read_entries(data, start, end, entries=2, name=1)
-    return name, {resource: wire.texts(ids) for resource, ids in held.items()}
+def _read_claims(
+    data: bytes, spans: Sequence[tuple[int, int]], holder: tuple[str, str, str]
+) -> Iterator[Holding]:
+    """Devices of our driver that a container has by claims, each of which is a DynamicResource."""
+    for low, high in spans:
+        claim, resources = "", list[tuple[int, int]]()
+        for number, kind, at, to in wire.fields(data, low, high):
+            if kind == 2 and number == 2:
+                claim = wire.text(data, at, to)
+            elif kind == 2 and number == 4:
+                resources.append((at, to))
+        for at, to in resources:
+            texts: dict[int, str] = {}
+            cdi: list[str] = []
+            for number, kind, first, last in wire.fields(data, at, to):
+                if kind == 2 and number == 1:
+                    cdi += [wire.text(data, a, b) for a, b in wire.submessages(data, first, last, 1)]
+                elif kind == 2:
+                    texts[number] = wire.text(data, first, last)
+            share = share_of(texts.get(4, ""), cdi, claim, texts.get(5, ""))
+            if share and texts.get(2) == DRIVER:
+                yield Holding(*holder, DRIVER, (), Source.CLAIM, share)
+
+
+@dataclass(slots=True)
+class _Entries:
+    """A message with ContainerDevices, read: IDs by resource, and where its DynamicResources stand."""
+
+    name: str = ""
+    held: dict[str, list[bytes]] = field(default_factory=dict)
+    claims: list[tuple[int, int]] = field(default_factory=list)
 
 
 def _read_entries(
-    data: bytes, start: int, end: int, *, entries: int, name: int = 0
-) -> tuple[str, dict[str, list[bytes]]]:
-    """IDs by resource of a message whose field `entries` are ContainerDevices; the text of field `name`."""
-    called = ""
-    held: dict[str, list[bytes]] = {}
+    data: bytes, start: int, end: int, *, entries: int, name: int = 0, claims: int = 0
+) -> _Entries:
+    """`entries`, `name`, `claims`: the numbers of fields."""
+    read = _Entries()
+    held = read.held
     at = start
     while at < end:
         number, kind, low, high, after = wire.field_at(data, at, end)
         if number == name and kind == 2:
-            called = wire.text(data, low, high)
+            read.name = wire.text(data, low, high)
+        elif number == claims and kind == 2:
+            read.claims.append((low, high))
         elif number == entries and kind == 2:
             resource, ids, begin = _read_devices(data, low, high)
             if ids:
@@ -243,7 +277,7 @@ def _read_entries(
                         at += length
                     continue
         at = after
-    return called, held
+    return read
 
 
 def _read_devices(data: bytes, start: int, end: int) -> tuple[str, list[bytes], int]:

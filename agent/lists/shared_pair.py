@@ -111,7 +111,7 @@ class SharedPair:
         pools = {
             state.uuid: self._pool(state)
             for state in self.inventory.value.gpus
-            if self.modes.value.of(state.uuid).mode is self.sharing.mode or state.uuid in promised
+            if self.modes.value.of(state.uuid).plugin_mode is self.sharing.mode or state.uuid in promised
         }
         if pools != self._pools:
             self._pools = pools
@@ -127,7 +127,7 @@ class SharedPair:
             # Made once for each change, for lists are made again where pools are other objects.
             reduced = self._reduced[gpu.uuid] = (key, grown, self._bare[key].without(grown))
         mode = self.modes.value.of(gpu.uuid)
-        keeps = mode.mode is sharing.mode and state.healthy and not sharing.unready(gpu.uuid)
+        keeps = mode.plugin_mode is sharing.mode and state.healthy and not sharing.unready(gpu.uuid)
         offerable = keeps and mode.offered and not sharing.full(gpu.uuid)
         known, pool = self._pools.get(gpu.uuid), reduced[2]
         if known and known.blocks is pool.blocks:
@@ -233,7 +233,7 @@ class SharedPairPlugin:
         for state in self._shares.inventory.value.gpus:
             pool, mode = pools.get(state.uuid), assignment.of(state.uuid)
             # A GPU leaves this mode when the kubelet's records show no holder: ours may be older than that.
-            if pool is None or mode.mode is not self._shares.sharing.mode:
+            if pool is None or mode.plugin_mode is not self._shares.sharing.mode:
                 continue
             well = state.healthy and not self._shares.sharing.unready(state.uuid)
             # A pod that the kubelet is admitting gets its second member, even from a GPU that drains, or that

@@ -8,6 +8,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+from agent.model.claim_device import ClaimedShare
 from agent.model.ids import SEPARATOR, BadDeviceId, parse
 from agent.model.modes import MODE_OF_UNIT, Mode
 from agent.model.units import REPLICA
@@ -34,11 +35,15 @@ class Source(Enum):
 
     LISTED = "listed"  # in the kubelet's PodResources
     CHECKPOINT = "checkpoint"  # in its checkpoint alone, as with plain init containers
+    CLAIM = "claim"  # in its PodResources, as a device of a ResourceClaim
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Devices of one resource that one container holds. A container without any has no entry."""
+    """Devices of one resource that one container holds. A container without any has no entry.
+
+    By a claim: one device, which `share` describes in the place of IDs.
+    """
 
     namespace: str
     pod: str
@@ -46,6 +51,7 @@ class Holding:
     resource: str
     ids: tuple[str, ...]
     source: Source = Source.LISTED
+    share: ClaimedShare | None = None
 
     @cached_property
     def holder(self) -> Holder:
@@ -54,15 +60,28 @@ class Holding:
     @property
     def listed(self) -> bool:
         """Whether the kubelet lists it; else a plain init container may hold it, whether it runs or not."""
-        return self.source is Source.LISTED
+        return self.source is not Source.CHECKPOINT
 
     @cached_property
     def id_set(self) -> frozenset[str]:
         return frozenset(self.ids)
 
+    def units_of(self, gpu: str) -> Mapping[str, int]:
+        """How much of a GPU it is, by what is counted."""
+        share = self.share
+        if share is None:
+            count = sum(text.partition(SEPARATOR)[0] == gpu for text in self.ids)
+            return {self.resource: count} if count else {}
+        if share.gpu != gpu:
+            return {}
+        pair = share.mode.row.pair
+        return {pair.core: share.cores, pair.memory: share.memory} if pair else {share.mode.resources[0]: 1}
+
     @cached_property
     def gpus(self) -> frozenset[str]:
         """The UUIDs with which its IDs begin."""
+        if self.share:
+            return frozenset({self.share.gpu})
         return frozenset(text.partition(SEPARATOR)[0] for text in self.ids)
 
 
@@ -108,6 +127,8 @@ class Record:
         """Who holds what of each GPU, by UUID. Resources of other plugins are passed over."""
         found: dict[str, dict[GpuHolder, None]] = {}
         for holding in self.holdings:
+            if share := holding.share:
+                found.setdefault(share.gpu, {})[GpuHolder(share.mode, replica=False, holding=holding)] = None
             # A container may hold hundreds of units: one of each kind and GPU is taken apart.
             kinds = {text.rstrip("0123456789") if SEPARATOR in text else text: text for text in holding.ids}
             for text in kinds.values():

@@ -26,6 +26,7 @@ class ModeRow:
     # How many containers a GPU serves at once, where a server does the work of all; None: there is no server.
     client_ceiling: Callable[[Gpu, Driver | None], int] | None = None
     resizable: bool = False  # whether running containers may be given more than their pods asked for
+    by_claims: bool = False  # whether its GPUs are devices of DRA, until claims choose another one
 
 
 NOTHING: Final = ModeRow()
@@ -80,6 +81,7 @@ class Mode(Enum):
             client_ceiling=client_ceiling,
         ),
     )
+    DRA = ("dra", ModeRow(by_claims=True))
 
     @property
     def resources(self) -> tuple[str, ...]:
@@ -94,7 +96,11 @@ class Mode(Enum):
         return self.row.single_units + ((pair.core_unit, pair.memory_unit) if pair else ())
 
 
-OFFERED_MODES = tuple(mode for mode in Mode if mode is not Mode.OFF)
+# By device plugins; claims on a GPU of DRA choose among those in which it can be a device.
+OFFERED_MODES = tuple(mode for mode in Mode if mode.resources)
+UNCLAIMED: Final = Mode.DRA  # of a GPU that no claim has chosen the mode of yet
+WHOLE_GPUS: Final = Mode.PGPU
+SHARES: Final = Mode.MPS
 PAIRS: Mapping[Mode, ResourcePair] = {mode: mode.row.pair for mode in OFFERED_MODES if mode.row.pair}
 MODE_OF_UNIT: Mapping[Unit, Mode] = {unit: mode for mode in OFFERED_MODES for unit in mode.units}
 UNITS: Mapping[str, Unit] = {unit.mark: unit for unit in MODE_OF_UNIT}
@@ -133,15 +139,37 @@ class GpuMode:
     reason: str = ""  # why it is not offered, in words; empty when it is
     replicas: int = 1  # pGPU only: time slices
     refused: bool = False  # off, though a mode is wanted: `reason` says what stands in its way
+    dra: bool = False  # by claims, and on no list of a device plugin: a GPU is offered by one door
 
     @property
     def offered(self) -> bool:
-        return self.offering is Offering.OPEN
+        """Whether device plugins list free units of it."""
+        return self.offering is Offering.OPEN and not self.dra
+
+    @property
+    def claimable(self) -> bool:
+        """Whether claims may be allocated on it."""
+        return self.offering is Offering.OPEN and self.dra
+
+    @property
+    def list_key(self) -> tuple[Mode, int, bool]:
+        """By which one way of offering a GPU differs from another."""
+        return (self.mode, self.replicas, self.dra)
+
+    @property
+    def plugin_mode(self) -> Mode:
+        """On whose lists it stands, if at all."""
+        return Mode.OFF if self.dra else self.mode
+
+    @property
+    def requested(self) -> Mode:
+        """The mode as a label or a layout names it: claims choose another without one."""
+        return UNCLAIMED if self.dra else self.mode
 
     @property
     def leaving(self) -> bool:
         """Whether free IDs stay listed for a moment, though nothing is offered."""
-        return self.offering is Offering.CLOSING
+        return self.offering is Offering.CLOSING and not self.dra
 
 
 OFF = GpuMode(reason="no mode is set for this GPU")

@@ -22,6 +22,8 @@ PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 LOG_DIRECTORY = "CUDA_MPS_LOG_DIRECTORY"
 THREAD_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 MEMORY_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+CLIENT_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
+BELOW_NORMAL = "1"  # of the two priorities that MPS knows
 
 
 def refusal(gpu: Gpu, driver: Driver | None, program_problem: str | None = None) -> str | None:

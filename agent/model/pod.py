@@ -32,10 +32,25 @@ class Container:
     stage: Stage = Stage.APP
 
 
+class ClaimReference(msgspec.Struct, frozen=True):
+    """A claim of the pod's that a container uses, or one request of it."""
+
+    name: str
+    request: str = ""
+
+
 class Requirements(msgspec.Struct, frozen=True):
     """ResourceRequirements; quantities as text."""
 
     limits: dict[str, str] = msgspec.field(default_factory=dict)
+    claims: list[ClaimReference] = msgspec.field(default_factory=list)
+
+
+class PodClaimReference(msgspec.Struct, rename="camel", frozen=True):
+    """A claim of a pod, by the pod's name for it; one of a template has its name in the pod's status."""
+
+    name: str
+    resource_claim_name: str | None = None
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -84,6 +99,7 @@ class PodSpec(msgspec.Struct, rename="camel", frozen=True):
     security_context: SecurityContext | None = None
     volumes: list[Volume] = msgspec.field(default_factory=list)
     host_pid: bool = msgspec.field(default=False, name="hostPID")
+    resource_claims: list[PodClaimReference] = msgspec.field(default_factory=list)
 
 
 class ContainerStatus(msgspec.Struct, frozen=True):
@@ -98,12 +114,14 @@ class ExtendedResourceRequest(msgspec.Struct, rename="camel", frozen=True):
 
     container_name: str
     resource_name: str
+    request_name: str = ""
 
 
 class ExtendedResourceClaim(msgspec.Struct, rename="camel", frozen=True):
     """PodExtendedResourceClaimStatus, Kubernetes 1.34 and later."""
 
     request_mappings: list[ExtendedResourceRequest] = msgspec.field(default_factory=list)
+    resource_claim_name: str = ""
 
 
 class PodStatus(msgspec.Struct, rename="camel", frozen=True):
@@ -114,6 +132,7 @@ class PodStatus(msgspec.Struct, rename="camel", frozen=True):
     container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
     init_container_statuses: list[ContainerStatus] = msgspec.field(default_factory=list)
     extended_resource_claim_status: ExtendedResourceClaim | None = None
+    resource_claim_statuses: list[PodClaimReference] = msgspec.field(default_factory=list)
 
 
 class Pod(msgspec.Struct, frozen=True, dict=True):
@@ -210,6 +229,23 @@ class Pod(msgspec.Struct, frozen=True, dict=True):
             return None if user else "runAsUser is 0"
         refused = next((s.run_as_non_root for s in (own, pod) if s and s.run_as_non_root is not None), None)
         return None if refused else "its user is the image's choice"
+
+    def claimed_devices(self) -> list[tuple[str, str, str]]:
+        """Container, the name of a ResourceClaim that it uses, and of the request in it; empty: all of it."""
+        references = (*self.spec.resource_claims, *self.status.resource_claim_statuses)
+        claims = {each.name: each.resource_claim_name for each in references if each.resource_claim_name}
+        found = [
+            (container.name, claims[each.name], each.request)
+            for container in (*self.spec.init_containers, *self.spec.containers)
+            for each in container.resources.claims
+            if each.name in claims
+        ]
+        extended = self.status.extended_resource_claim_status
+        return found + [
+            (each.container_name, extended.resource_claim_name, each.request_name)
+            for each in (extended.request_mappings if extended else ())
+            if extended
+        ]
 
     def lacks(self, resources: AbstractSet[str], held: AbstractSet[tuple[str, str]]) -> bool:
         """Whether it asks for any of `resources` that it does not hold: (container, resource).

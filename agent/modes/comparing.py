@@ -27,7 +27,9 @@ def log_changes(before: Assignment, states: Mapping[str, ModeState], listed: Map
 
 def must_drain(active: GpuMode, wanted: GpuMode) -> bool:
     """Whether a GPU has to be free of holders before it can become what is wanted."""
-    return active.mode is not Mode.OFF and (active.mode, active.replicas) != (wanted.mode, wanted.replicas)
+    if active.dra and wanted.dra:
+        return False  # its claims choose
+    return active.mode is not Mode.OFF and active.list_key != wanted.list_key
 
 
 def in_use(
@@ -47,6 +49,8 @@ def in_use(
 def taken_over(held: Sequence[GpuHolder], wanted: GpuMode) -> GpuMode:
     """The mode that a GPU must be in, since pods got units of it that way before this process began."""
     mode, sliced = held[0].mode, held[0].replica
+    if held[0].holding.share:
+        return GpuMode(mode, dra=True)
     # How many replicas there were only matters to a list; those that are held must be on it.
     numbers = [parse(text).number for holder in held for text in holder.holding.ids if holder.replica]
     replicas = max(numbers, default=0) + 1
@@ -81,7 +85,8 @@ def uncounted(holders: Mapping[str, Sequence[GpuHolder]], assignment: Assignment
             continue
         for holding in (each.holding for each in held):
             here = sum(text.partition(SEPARATOR)[0] == uuid for text in holding.ids)
-            counts[holding.resource] = counts.get(holding.resource, 0) + here
+            if here:
+                counts[holding.resource] = counts.get(holding.resource, 0) + here
     if not counts:
         return ""
     units = ", ".join(f"{count} {resource}" for resource, count in sorted(counts.items()))
@@ -95,7 +100,7 @@ def summary(targets: Mapping[str, GpuMode]) -> str:
     """`2 GPU(s) mps, 6 GPU(s) pgpu`; with the reason where one is off although a mode is wanted."""
     counts: dict[str, int] = {}
     for wanted in targets.values():
-        text = wanted.mode.value + (f" in {wanted.replicas} slices" if wanted.replicas > 1 else "")
+        text = wanted.requested.value + (f" in {wanted.replicas} slices" if wanted.replicas > 1 else "")
         if wanted.mode is Mode.OFF and wanted.refused:
             text += f" ({wanted.reason})"
         counts[text] = counts.get(text, 0) + 1

@@ -13,6 +13,7 @@ import msgspec
 
 from agent.model.gpu import Gpu
 from agent.model.modes import GpuMode
+from agent.modes.withheld import closed
 
 ANNOTATION: Final = "gpu-node-agent.io/cordon"
 LONGEST_REASON: Final = 200
@@ -45,9 +46,7 @@ def cordoned(
 ) -> Mapping[str, GpuMode]:
     """The targets, with cordoned GPUs off."""
     return {
-        uuid: GpuMode(reason=cordons[uuid].words, refused=True)
-        if uuid in cordons and uuid in gpus
-        else target
+        uuid: closed(target, cordons[uuid].words) if uuid in cordons and uuid in gpus else target
         for uuid, target in targets.items()
     }
 

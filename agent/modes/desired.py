@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, Mode
+from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, UNCLAIMED, Mode
 from agent.model.node_layout import Entry, everywhere
 from agent.settings import Settings
 
@@ -95,6 +95,7 @@ def catalog_of(settings: Settings) -> ModeCatalog:
     """The modes that may be requested under a configuration."""
     allowed = settings.modes
     modes = [mode for mode in OFFERED_MODES if getattr(allowed, mode.value)]
+    modes += [UNCLAIMED] if settings.dra.enabled else []
     layouts = {
         name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
         for name, entries in settings.layouts.items()

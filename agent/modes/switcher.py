@@ -26,8 +26,9 @@ from agent.kit.follow import follow
 from agent.model.gpu import Gpu
 from agent.model.holding import GpuHolder
 from agent.model.ids import SEPARATOR
-from agent.model.modes import OFF, Assignment, GpuMode, Mode
+from agent.model.modes import OFF, UNCLAIMED, WHOLE_GPUS, Assignment, GpuMode, Mode
 from agent.modes import transition, withheld
+from agent.modes.claims import ClaimRequests
 from agent.modes.comparing import (
     in_use,
     log_changes,
@@ -82,8 +83,13 @@ class ModeSwitcher:
         cordons: Cell[Cordons] | None = None,
         lingering: Lingering | None = None,
         unexplained: Unexplained | None = None,
+        lacks: Cell[str] | None = None,
+        claims: ClaimRequests | None = None,
     ) -> None:
-        """`standing`: what was in force before this process, for a request that cannot be obeyed."""
+        """`standing`: what was in force before this process, for a request that cannot be obeyed.
+
+        `lacks`: why containers would miss what is to come with a GPU; nothing is offered then.
+        """
         self._inventory = inventory
         self._desired = desired
         self._holdings = holdings
@@ -96,6 +102,8 @@ class ModeSwitcher:
         self._gpus: dict[str, Gpu] = {}
         self._lingering = lingering
         self._unexplained = unexplained
+        self._lacks = lacks or Cell("")
+        self._claims = claims or ClaimRequests()  # without a door: nobody has any
         self._others: withheld.Withheld = {}  # who is on GPUs beside those that hold them
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
         self._group: TaskGroup | None = None
@@ -114,7 +122,8 @@ class ModeSwitcher:
         self._tasks.forget()
         async with anyio.create_task_group() as group:
             self._group = group
-            news = (self._inventory, self._desired, self._holdings.cell, self._cordons)
+            door = (self._claims.wanted, self._claims.listed)
+            news = (self._inventory, self._desired, self._holdings.cell, self._cordons, *door, self._lacks)
             looks: list[Cell[Any]] = [self._lingering.looks] if self._lingering else []
             looks += [self._unexplained.withheld] if self._unexplained else []
             group.start_soon(follow, self._wake_up, *news, *looks)
@@ -145,7 +154,7 @@ class ModeSwitcher:
         if snapshot.problem and not snapshot.gpus:
             self._without_gpus(desired, snapshot.problem)
             return IDLE_SECONDS
-        plan = decide(snapshot, desired, self.accepted.value, self._wings)
+        plan = self._decided(desired)
         self._gpus |= {state.uuid: state.gpu for state in snapshot.gpus}
         new = [state.uuid for state in snapshot.gpus if state.uuid not in self._states]
         refusing = plan.obeys and self.when_busy == "refuse" and desired != self.accepted.value
@@ -171,6 +180,10 @@ class ModeSwitcher:
             missing = uncounted(holders, self.assignment.value)
         await self._offer_ready_ones()
         return self._report(desired, plan, waiting, missing)
+
+    def _decided(self, desired: Desired) -> Plan:
+        plan = decide(self._inventory.value, desired, self.accepted.value, self._wings, self._lacks.value)
+        return Plan(self._claims.chosen(plan.targets), plan.problem, plan.obeys)
 
     def _withheld(self) -> withheld.Withheld:
         """GPUs that are to be off because of others on them, as last known; logged as they come and go."""
@@ -215,14 +228,16 @@ class ModeSwitcher:
             return plan, NOBODY
         text = f"whenBusy is refuse and GPUs are in use by {named(busy)[1]}; "
         refused = Desired(self._desired.value.name, problem=text + "end these pods or set whenBusy: drain")
-        return decide(self._inventory.value, refused, self.accepted.value, self._wings), busy
+        return self._decided(refused), busy
 
     def _take_over(self, new: list[str], holders: Holders, targets: Mapping[str, GpuMode]) -> None:
         """GPUs seen for the first time: units of one that pods hold show the mode that it is in."""
         found: dict[str, ModeState] = {}
         for uuid in new:
             held = holders.get(uuid)
-            found[uuid] = transition.first_seen(taken_over(held, targets.get(uuid, OFF)) if held else None)
+            # What slices of before list may be allocated by now.
+            listed = GpuMode(UNCLAIMED, dra=True) if self._claims.holds(uuid, leaving=True) else None
+            found[uuid] = transition.first_seen(taken_over(held, targets.get(uuid, OFF)) if held else listed)
         self._change(found)
 
     async def _aim(self, targets: Mapping[str, GpuMode]) -> None:
@@ -234,6 +249,8 @@ class ModeSwitcher:
             for uuid, state in after.items()
             if state.stage is ModeStage.CLOSING and self._states[uuid].stage is ModeStage.OFFERED
         }
+        # No list has anything of a device of DRA, whose taint keeps claims away.
+        closing = {uuid: state for uuid, state in closing.items() if not state.dra}
         self._change({uuid: state for uuid, state in after.items() if uuid not in closing})
         if not closing:
             return
@@ -277,7 +294,11 @@ class ModeSwitcher:
         waiting: dict[str, tuple[str, ...]] = {}
         for uuid in targets:
             state = self._states[uuid]
-            held = bool(holders.get(uuid)) or uuid in stay
+            held = (
+                bool(holders.get(uuid))
+                or uuid in stay
+                or (state.dra and self._claims.holds(uuid, leaving=not state.target.dra))
+            )
             after = transition.looked(state, held=held, granted=uuid in granted)
             changed[uuid] = after
             if after.stage in LEAVING and not after.stands_as_wanted:
@@ -313,7 +334,10 @@ class ModeSwitcher:
         listed = {uuid: state.listed for uuid, state in changed.items()}
         for uuid, mode in listed.items():
             if mode.mode is not Mode.OFF:
-                self._resources.enable(mode.mode)
+                # A kubelet that knows a plugin's name from before refuses the device of DRA that is asked
+                # for by it, unless a plugin is there: one with no units.
+                if not mode.dra or WHOLE_GPUS in self._claims.modes:
+                    self._resources.enable(WHOLE_GPUS if mode.dra else mode.mode)
                 self.switches += mode.mode is not before.of(uuid).mode
         log_changes(before, self._states, listed)
         if any(before.gpus.get(uuid) != mode for uuid, mode in listed.items()):
@@ -331,8 +355,11 @@ class ModeSwitcher:
             await self._resources.delivered()
 
     def _report(self, desired: Desired, plan: Plan, waiting: Waiting, missing: str) -> float:
-        targets, apart = plan.targets, {*self._cordons.value, *self._others}
+        targets = plan.targets
         states = {uuid: self._states[uuid] for uuid in targets}
+        # Claims choose modes of devices of DRA without the request: it is in force meanwhile.
+        claimed = {uuid for uuid, state in states.items() if state.claimed}
+        apart = {*self._cordons.value, *self._others, *claimed}
         problems = {uuid: state.failure for uuid, state in states.items() if state.failure}
         working = any(state.stage in WORKING or state.stage is ModeStage.READY for state in states.values())
         pause = DRAIN_LOOK_SECONDS if waiting else IDLE_SECONDS
@@ -341,7 +368,9 @@ class ModeSwitcher:
         if all(state.reached or uuid in apart for uuid, state in states.items()):
             phase = Phase.BLOCKED if plan.problem else Phase.APPLIED
             text = (plan.problem or summary(targets)) + missing
-            self._show(phase, desired, text, targets, waiting, applied=True)
+            self._show(phase, desired, text, targets, waiting, problems, applied=True)
+            if problems:
+                pause = min(pause, RETRY_LOOK_SECONDS, self._retry.seconds or DRAIN_LOOK_SECONDS)
         elif plan.problem:
             self._show(Phase.BLOCKED, desired, plan.problem, targets, waiting, problems)
             pause = DRAIN_LOOK_SECONDS

@@ -3,6 +3,8 @@
 OFFERED -> CLOSING -> (DRAINING ->) TEARING_DOWN -> SETTING_UP -> READY -> OFFERED, and OFF where nothing is
 wanted. A set-up that fails goes back to the mode before (GOING_BACK -> OFFERED), or leaves the GPU OFF. A GPU
 that pods held before this process began is kept up for them, wanted or not (KEEPING -> DRAINING).
+A device of DRA stays offered as one while its claims choose another mode: OFFERED -> (TEARING_DOWN ->)
+SETTING_UP -> OFFERED.
 The same object comes back where an event changes nothing.
 """
 
@@ -10,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-from agent.model.modes import OFF, GpuMode, Mode, Offering
+from agent.model.modes import OFF, UNCLAIMED, GpuMode, Mode, Offering
 
 BETWEEN: Final = "between two modes"
 CHANGING: Final = "the GPU is changing its mode"
@@ -50,18 +52,27 @@ class ModeState:
     running: Mode = Mode.OFF  # for which mode something is set up, or being set up
     before: GpuMode = OFF  # what was offered until this change began
     failure: str = ""  # why the target could not be set up last
+    dra: bool = False  # offered as a device of DRA
 
     @property
     def listed(self) -> GpuMode:
         """As what the plugins list it."""
+        if self.claimed:
+            return GpuMode(self.mode, self.target.offering, self.target.reason or self.failure, dra=True)
         if self.mode is Mode.OFF:
             if self.target.mode is Mode.OFF:
                 return GpuMode(reason=self.target.reason, refused=self.target.refused)
             return GpuMode(reason=self.failure or BETWEEN)
         if self.stage is ModeStage.OFFERED:
-            return GpuMode(self.mode, replicas=self.replicas)
+            return GpuMode(self.mode, replicas=self.replicas, dra=self.dra)
         offering = Offering.CLOSING if self.stage is ModeStage.CLOSING else Offering.CLOSED
-        return GpuMode(self.mode, offering, self.target.reason or self.failure or CHANGING, self.replicas)
+        reason = self.target.reason or self.failure or CHANGING
+        return GpuMode(self.mode, offering, reason, self.replicas, dra=self.dra)
+
+    @property
+    def claimed(self) -> bool:
+        """Whether it is a device of DRA, and is to stay one."""
+        return self.dra and self.target.dra and self.stage not in LEAVING
 
     @property
     def reached(self) -> bool:
@@ -80,7 +91,7 @@ class ModeState:
     @property
     def stands_as_wanted(self) -> bool:
         """Whether the list that it stands on is the one that is wanted."""
-        return (self.mode, self.replicas) == (self.target.mode, self.target.replicas)
+        return (self.mode, self.replicas, self.dra) == self.target.list_key
 
 
 def first_seen(held_as: GpuMode | None) -> ModeState:
@@ -89,7 +100,8 @@ def first_seen(held_as: GpuMode | None) -> ModeState:
         return ModeState()
     target = replace(UNSEEN, reason=TAKEN_OVER)
     # Nobody knows yet whether what these pods need still runs.
-    return ModeState(ModeStage.KEEPING, target, held_as.mode, held_as.replicas, held_as.mode)
+    mode = held_as.mode
+    return ModeState(ModeStage.KEEPING, target, mode, held_as.replicas, mode, dra=held_as.dra)
 
 
 def wanted(state: ModeState, target: GpuMode) -> ModeState:
@@ -97,6 +109,8 @@ def wanted(state: ModeState, target: GpuMode) -> ModeState:
     if target == state.target:
         return state
     after = replace(state, target=target, failure="")
+    if state.dra:
+        return _wanted_of_device(after)
     match state.stage:
         case ModeStage.OFF:
             return _begun(after)
@@ -117,6 +131,24 @@ def wanted(state: ModeState, target: GpuMode) -> ModeState:
             return replace(after, stage=ModeStage.TEARING_DOWN, before=OFF)
 
 
+def _wanted_of_device(after: ModeState) -> ModeState:
+    """A device of DRA, with a new target: it stays one, or it is left by its claims first."""
+    match after.stage:
+        case ModeStage.OFFERED:
+            return _chosen_anew(after) if after.claimed else _closed(after)
+        case ModeStage.KEEPING if after.stands_as_wanted:
+            return replace(after, stage=ModeStage.SETTING_UP)
+        case ModeStage.CLOSING | ModeStage.DRAINING if after.stands_as_wanted:
+            return _offered_again(after)
+        case ModeStage.CLOSING | ModeStage.DRAINING | ModeStage.KEEPING:
+            return _chosen_anew(after) if after.target.dra and after.mode is UNCLAIMED else after
+        case ModeStage.SETTING_UP if after.claimed:
+            return after if after.running is after.target.mode else _chosen_anew(after)
+        case ModeStage.SETTING_UP:
+            return _closed(after) if after.mode is UNCLAIMED else replace(after, stage=ModeStage.KEEPING)
+    return after
+
+
 def looked(state: ModeState, *, held: bool, granted: bool) -> ModeState:
     """Its list has left for the kubelet, and this is who is on it: holders, and grants of this moment."""
     match state.stage:
@@ -131,13 +163,16 @@ def torn_down(state: ModeState) -> ModeState:
     """Nothing runs for its old mode any more."""
     if state.stage is not ModeStage.TEARING_DOWN:
         return state
-    return _begun(replace(state, mode=Mode.OFF, replicas=1, running=Mode.OFF))
+    stays = state.claimed
+    mode = UNCLAIMED if stays else Mode.OFF
+    return _begun(replace(state, mode=mode, replicas=1, running=Mode.OFF, dra=stays))
 
 
 def set_up(state: ModeState) -> ModeState:
     match state.stage:
         case ModeStage.SETTING_UP:
-            return replace(state, stage=ModeStage.READY)
+            ready = replace(state, stage=ModeStage.READY)
+            return offered(ready) if state.claimed else ready  # no list has to leave first
         case ModeStage.KEEPING:
             return replace(state, stage=ModeStage.DRAINING)
         case ModeStage.GOING_BACK:
@@ -148,12 +183,15 @@ def set_up(state: ModeState) -> ModeState:
                 mode=offered_before.mode,
                 replicas=offered_before.replicas,
                 before=OFF,
+                dra=offered_before.dra,
             )
     return state
 
 
 def failed(state: ModeState, problem: str) -> ModeState:
     match state.stage:
+        case ModeStage.SETTING_UP if state.mode is UNCLAIMED:
+            return replace(state, stage=ModeStage.OFFERED, running=UNCLAIMED, failure=problem)
         case ModeStage.SETTING_UP if state.mode is not Mode.OFF:
             # Pods are at work on it: their IDs stay listed, and whatever runs for them stays.
             return replace(state, stage=ModeStage.DRAINING, running=Mode.OFF, failure=problem)
@@ -177,7 +215,7 @@ def tried_again(state: ModeState) -> ModeState:
         case ModeStage.OFF:
             return _begun(state)
         case ModeStage.OFFERED:
-            return _closed(state)
+            return _chosen_anew(state) if state.claimed else _closed(state)
         case ModeStage.DRAINING if state.stands_as_wanted:
             return _offered_again(state)
     return state
@@ -188,7 +226,7 @@ def offered(state: ModeState) -> ModeState:
     if state.stage is not ModeStage.READY:
         return state
     target = state.target
-    return ModeState(ModeStage.OFFERED, target, target.mode, target.replicas, target.mode)
+    return ModeState(ModeStage.OFFERED, target, target.mode, target.replicas, target.mode, dra=target.dra)
 
 
 def stopped(state: ModeState) -> ModeState:
@@ -206,11 +244,24 @@ def _offered_again(state: ModeState) -> ModeState:
 
 
 def _ended(state: ModeState) -> ModeState:
-    return replace(state, stage=ModeStage.TEARING_DOWN, running=state.mode)
+    # For a device of DRA more may run than it stands for: its first claim's mode was being set up.
+    running = state.running if state.dra and state.running is not Mode.OFF else state.mode
+    return replace(state, stage=ModeStage.TEARING_DOWN, running=running)
 
 
 def _closed(state: ModeState) -> ModeState:
-    return replace(state, stage=ModeStage.CLOSING, before=GpuMode(state.mode, replicas=state.replicas))
+    before = GpuMode(UNCLAIMED, dra=True) if state.dra else GpuMode(state.mode, replicas=state.replicas)
+    return replace(state, stage=ModeStage.CLOSING, before=before)
+
+
+def _chosen_anew(state: ModeState) -> ModeState:
+    """A device of DRA whose claims, all of them or none, are of one mode, or whose first one is."""
+    stage = ModeStage.OFFERED
+    if state.mode is state.target.mode and state.running in (state.mode, Mode.OFF) and not state.failure:
+        return replace(state, stage=stage, before=OFF)
+    if state.mode is UNCLAIMED and state.running in (UNCLAIMED, Mode.OFF):
+        return _begun(replace(state, stage=stage))
+    return _ended(replace(state, stage=stage, before=OFF))
 
 
 def _begun(state: ModeState) -> ModeState:

@@ -17,9 +17,10 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.supervise import Supervisor
 from agent.kubelet.plugin_types import ResourcePlugin
+from agent.model.claim_device import ClaimedShare
 from agent.model.gpu import Driver, Gpu
 from agent.model.growth import Growth, Place
-from agent.model.holding import Holding
+from agent.model.holding import Holder, Holding
 from agent.model.look import Look
 from agent.model.modes import Assignment, Mode
 from agent.modes.sources import DesiredSource
@@ -35,6 +36,15 @@ Document = dict[str, Any]
 
 class SetUpFailed(Exception):
     """A mode could not be set up on a GPU; the text names cause and remedy."""
+
+
+def claimed_gpu(injector: Injector, uuid: str) -> str:
+    """The CDI device of a GPU for a claim's containers. Raises SetUpFailed."""
+    if name := injector.claim_device(uuid):
+        return name
+    raise SetUpFailed(
+        f"GPU {uuid} has no CDI device, by which alone claims bring GPUs: {injector.choice.reason}"
+    )
 
 
 class NotLeft(Exception):
@@ -143,6 +153,13 @@ class Wing(ABC):
 
     async def give_back(self, gpu: Gpu) -> None:  # noqa: B027
         """Leave a GPU as `prepare` found it; never fails, never hangs."""
+
+    def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:  # noqa: ARG002
+        """Qualified names of the CDI devices by which containers get a claim's device. Raises SetUpFailed.
+
+        `holders`: the containers, as far as they are known.
+        """
+        raise SetUpFailed(f"mode {self.mode.value} has no devices for claims")
 
     def depends_on(self) -> object:
         """The inputs of `prepare`, by value: once they differ, one that failed is tried again."""

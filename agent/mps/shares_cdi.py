@@ -13,19 +13,22 @@ import anyio
 import anyio.to_thread
 import structlog
 
+from agent.injection.inject import VISIBLE_DEVICES
 from agent.kit import atomic_file
 from agent.kit.follow import repeat
+from agent.model import claim_device as names
+from agent.model.claim_device import SHARE_KIND as KIND
+from agent.model.claim_device import ClaimedShare
 from agent.model.demand import CORES, MPS
 from agent.model.ledger import PairMember
 from agent.model.modes import Mode
 from agent.model.mount import Mount
-from agent.model.mps_abilities import PIPE_DIRECTORY, limits
+from agent.model.mps_abilities import BELOW_NORMAL, CLIENT_PRIORITY, PIPE_DIRECTORY, limits
 from agent.modes.wing import Node
 from agent.mps.daemon_manager import DaemonManager
 
 log = structlog.get_logger()
 
-KIND = "gpu-node-agent.io/share"
 FILE = "gpu-node-agent.json"
 CDI_VERSION = "0.5.0"  # nothing newer is used, and old runtimes refuse newer files
 RETRY_SECONDS = 10.0
@@ -37,18 +40,31 @@ SHARED_MEMORY_IN_CONTAINER = "/dev/shm"  # noqa: S108  where libcuda looks
 def devices(member: PairMember, uuid: str, units: int) -> tuple[str, ...]:
     """Qualified names of what a member adds to a container."""
     if member is PairMember.MEMORY:
-        return (f"{KIND}={_memory(units)}",)
-    return (f"{KIND}={_daemon(uuid)}", f"{KIND}={_core(units)}")
+        return (f"{KIND}={names.memory(units)}",)
+    return (f"{KIND}={names.daemon(uuid)}", f"{KIND}={names.core(units)}")
 
 
-def specification(folders: Mapping[str, tuple[Mount, ...]], most_memory: int) -> dict[str, object]:
+def claimed(share: ClaimedShare) -> tuple[str, ...]:
+    """Qualified names of what a claim's share adds to a container beside its GPU."""
+    found = [names.daemon(share.gpu), names.core(share.cores), names.memory(share.memory)]
+    if share.low_priority:
+        found.append(names.LOW_PRIORITY)
+    return tuple(f"{KIND}={each}" for each in found)
+
+
+def specification(
+    folders: Mapping[str, tuple[Mount, ...]], most_memory: int, *, simulated: bool = False
+) -> dict[str, object]:
     """The file's content: mounts of each GPU's daemon by UUID, memory units up to `most_memory`."""
     found = [
-        _device(_daemon(uuid), {PIPE_DIRECTORY: PIPE_IN_CONTAINER}, each)
+        _device(names.daemon(uuid), {PIPE_DIRECTORY: PIPE_IN_CONTAINER}, each)
         for uuid, each in sorted(folders.items())
     ]
-    found += [_device(_core(number), limits(number, 0)) for number in range(1, CORES + 1)]
-    found += [_device(_memory(number), limits(0, number)) for number in range(1, most_memory + 1)]
+    found += [_device(names.core(number), limits(number, 0)) for number in range(1, CORES + 1)]
+    found += [_device(names.memory(number), limits(0, number)) for number in range(1, most_memory + 1)]
+    found.append(_device(names.LOW_PRIORITY, {CLIENT_PRIORITY: BELOW_NORMAL}))
+    if simulated:  # they have no CDI device elsewhere
+        found += [_device(names.visible(uuid), {VISIBLE_DEVICES: uuid}) for uuid in sorted(folders)]
     return {"cdiVersion": CDI_VERSION, "kind": KIND, "devices": found}
 
 
@@ -100,7 +116,8 @@ class ShareSpecificationKeeper:
         if not gpus:
             return  # not looked at yet: the file of the agent before is better than an empty one
         folders = {gpu.uuid: mounts(self._daemons, gpu.uuid) for gpu in gpus}
-        wanted = specification(folders, max(MPS.blocks(gpu.memory_bytes) for gpu in gpus))
+        most, simulated = max(MPS.blocks(gpu.memory_bytes) for gpu in gpus), self._node.settings.simulator
+        wanted = specification(folders, most, simulated=simulated.profile is not None)
         if wanted != self._written:
             await anyio.to_thread.run_sync(write, self._folder, wanted)
             self._written = wanted
@@ -118,15 +135,3 @@ def _device(name: str, environment: Mapping[str, str], folders: tuple[Mount, ...
             for each in folders
         ]
     return {"name": name, "containerEdits": edits}
-
-
-def _daemon(uuid: str) -> str:
-    return f"mps-{uuid}"
-
-
-def _core(number: int) -> str:
-    return f"mps-core-{number}"
-
-
-def _memory(number: int) -> str:
-    return f"mps-memory-{number}"

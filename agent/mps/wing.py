@@ -12,12 +12,14 @@ import anyio.to_thread
 from agent.inventory.snapshot import GpuState
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.lists.pairs import pairs_collector
+from agent.model.claim_device import ClaimedShare
 from agent.model.compat import dotted
 from agent.model.gpu import Gpu
+from agent.model.holding import Holder
 from agent.model.look import Look
 from agent.model.modes import Mode
 from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
-from agent.modes.wing import Document, Machine, Node, NotLeft, SetUpFailed, Task, Wing
+from agent.modes.wing import Document, Machine, Node, NotLeft, SetUpFailed, Task, Wing, claimed_gpu
 from agent.mps import leaving, plugin
 from agent.mps.binary import finder_of
 from agent.mps.clients import ClientWatch, Overview
@@ -29,7 +31,7 @@ from agent.mps.events import AdvisoryCaps, MpsEvents
 from agent.mps.mps_errors import MpsError, ProgramMissing
 from agent.mps.pods import RootCheck, pod_facts
 from agent.mps.processes import kernel_problem
-from agent.mps.shares_cdi import ShareSpecificationKeeper
+from agent.mps.shares_cdi import ShareSpecificationKeeper, claimed
 from agent.mps.upkeep import Upkeep
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
@@ -57,8 +59,8 @@ class MpsWing(Wing):
         self._upkeep = Upkeep(manager, run, settings.mps.shared_memory_mebibytes << 20, record, proc)
         self._keeper = ShareSpecificationKeeper(node, manager)
         self._caps = AdvisoryCaps(node)
-        root_check = RootCheck(pods) if settings.mps.root_pods == "refuse" else None
-        self._conditions, self._plugins = plugin.build(node, manager, root_check)
+        self._root_check = RootCheck(pods) if settings.mps.root_pods == "refuse" else None
+        self._conditions, self._plugins = plugin.build(node, manager, self._root_check)
 
     # -- of the node, with no agent running ------------------------------------------------------------
 
@@ -145,6 +147,19 @@ class MpsWing(Wing):
 
     async def give_back(self, gpu: Gpu) -> None:
         await self._manager.tear_down(gpu)
+
+    def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:
+        """The GPU, its daemon's sockets, and the caps: a claim's containers get them by CDI or not at all."""
+        injector, uuid = self._node.injector, share.gpu
+        if (problem := injector.caps_problem) and not self._node.settings.simulator.profile:
+            raise SetUpFailed(f"caps of MPS shares reach containers of claims by CDI alone: {problem}")
+        if why := self._manager.unready(uuid):
+            raise SetUpFailed(f"GPU {uuid} serves no MPS shares now: {why}")
+        if check := self._root_check:
+            for holder in holders:
+                if cause := check.named(*holder):
+                    raise SetUpFailed(f"{holder} may run as root ({cause}), which mps.rootPods refuses")
+        return (claimed_gpu(injector, uuid), *claimed(share))
 
     def depends_on(self) -> object:
         """The version of the control program."""

@@ -65,6 +65,8 @@ def _holders(holders: Sequence[GpuHolder], uuid: str, uids: Uids) -> list[list[o
     for holder in holders:
         uid = uids.get((holder.holding.namespace, holder.holding.pod))
         amount = amounts.setdefault(digest(uid) if uid else "", Counter())
+        if share := holder.holding.share:
+            amount.update({"cores": share.cores or 1, "blocks": share.memory})
         for text in holder.holding.ids:
             if text.partition("::")[0] == uuid:
                 kind = parse(text).unit.kind

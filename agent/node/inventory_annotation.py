@@ -36,15 +36,15 @@ def inventory_of(
     # A lost GPU keeps the index that another may have by now: those that can be offered come first.
     for state in sorted(snapshot.gpus, key=lambda each: not each.healthy):
         gpu, mode = state.gpu, assignment.of(state.uuid)
-        row = mode.mode.row
+        row = mode.requested.row
         ceiling = row.client_ceiling(gpu, snapshot.driver) if row.client_ceiling else 0
         growth = grown.get(gpu.uuid, _NONE) if row.resizable else _NONE
         entry = GpuEntry(
             gpu.uuid,
             gpu.index,
-            mode.mode,
+            mode.requested,
             (gpu.memory_bytes - growth.memory_bytes) // _MIB,
-            mode.offered,
+            mode.offered or mode.claimable,
             state.cause,
             mode.replicas,
             min(ceiling, most_clients or ceiling),

@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING
 
-from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, SWITCHING, Mode
+from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, SWITCHING, UNCLAIMED, Mode
 from agent.model.mps_abilities import LONGEST_SOCKET as LONGEST_MPS_SOCKET
 from agent.model.node_layout import Entry, faults_of
 
@@ -56,7 +56,8 @@ def _long_socket_path(settings: "Settings") -> list[tuple[str, str]]:
 
 def _bad_layouts(settings: "Settings") -> list[tuple[str, str]]:
     modes = [mode.value for mode in OFFERED_MODES]
-    words = ("none", "disable", *modes)
+    dra = UNCLAIMED.value
+    words = ("none", "disable", *modes, dra)
     # Meanings of words of the label by which no layout can be called.
     meanings = dict.fromkeys(words, "the name of a mode") | {
         **{alias: f"a name that is read as {mode}" for alias, mode in ALIASES.items()},
@@ -72,17 +73,20 @@ def _bad_layouts(settings: "Settings") -> list[tuple[str, str]]:
     if default not in (*words, *settings.layouts):
         known = ", ".join((*words, *sorted(settings.layouts)))
         faults.append(("defaultMode", f"must be a mode or a layout of this file ({known}), not {default!r}"))
-    if default in modes and not getattr(settings.modes, default):
-        faults.append(("defaultMode", f"is {default}, which modes.{default}: false turns off"))
+    off = {each: f"modes.{each}: false" for each in modes if not getattr(settings.modes, each)}
+    if not settings.dra.enabled:
+        off[dra] = "dra.enabled: false"
+    if default in off:
+        faults.append(("defaultMode", f"is {default}, which {off[default]} turns off"))
     for name, entries in settings.layouts.items():
         if not entries and name not in meanings:
             faults.append(
                 (f"layouts.{name}", "has no entry; a node that is to offer nothing is labelled disable")
             )
         faults.extend(
-            (f"layouts.{name}[{number}]", f"has mode {each.mode}, which modes.{each.mode}: false turns off")
+            (f"layouts.{name}[{number}]", f"has mode {each.mode}, which {off[each.mode]} turns off")
             for number, each in enumerate(entries)
-            if each.mode in modes and not getattr(settings.modes, each.mode)
+            if each.mode in off
         )
         made = [Entry(tuple(map(str, each.gpus)), Mode(each.mode), each.replicas) for each in entries]
         faults.extend((f"layouts.{name}[{number}]", fault) for number, fault in faults_of(made))

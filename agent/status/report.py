@@ -1,6 +1,5 @@
 """The node as `gpu-node-agent status` shows it: one JSON document."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -106,7 +105,8 @@ def _gpu(
         "mode": {
             "active": active.mode.value if active else "off",
             "wanted": switch.wanted.mode.value if switch else "off",
-            "selling": bool(active and active.offered),
+            "door": "dra" if active and active.dra else "plugin",
+            "selling": bool(active and (active.offered or active.claimable)),
             "reason": cordon.words if cordon else _mode_reason(switch, sources),
             "waitingFor": list(switch.waiting_for) if switch else [],
             "enforced": wing.enforced() if wing else None,
@@ -151,10 +151,11 @@ def _holders(holders: Sequence[GpuHolder], uuid: str, wings: Mapping[Mode, Wing]
     found: dict[tuple[str, str], Document] = {}
     for holder in holders:
         holding = holder.holding
-        units = Counter(holding.resource for text in holding.ids if text.partition("::")[0] == uuid)
         entry = found.setdefault(
             (holder.pod, holding.container), {"pod": holder.pod, "container": holding.container, "units": {}}
         )
-        entry["units"] |= units
+        if holding.share:
+            entry["claim"] = holding.share.claim
+        entry["units"] |= holding.units_of(uuid)
         entry |= wings[holder.mode].holder_facts(holding, uuid)
     return list(found.values())

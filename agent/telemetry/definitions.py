@@ -389,6 +389,22 @@ MPS_FAULTS = _counter("mps_faults", ("gpu",), "Fatal errors of a client, which e
 MPS_CUT = _counter(
     "mps_connections_cut", ("gpu",), "Connections to the control daemon that said nothing and were cut off."
 )
+DRA_OPEN = _gauge(
+    "dra_open",
+    (),
+    "1 if the kubelet has the DRA driver and its ResourceSlices are as wanted, else 0.",
+)
+DRA_CLAIMS = _gauge("dra_claims", (), "ResourceClaims that have devices of this node ready.")
+DRA_PREPARES = _counter(
+    "dra_prepares", ("outcome",), "Claims that the kubelet asked for; prepared or refused."
+)
+DRA_PREPARE_SECONDS = _counter(
+    "dra_prepare_seconds", (), "Time that calls took in which claims were prepared, waiting included."
+)
+DRA_SLICE_WRITES = _counter("dra_slice_writes", ("result",), "Writes of ResourceSlices; ok or failed.")
+DRA_NUDGES = _counter(
+    "dra_nudges", (), "Pods that were annotated so that the kubelet tries again to prepare their claims."
+)
 MPS_CLIENTS = _gauge("mps_clients", ("gpu",), "Processes that are clients of the GPU's MPS server.")
 MPS_CLIENT_CEILING = _gauge(
     "mps_client_ceiling", ("gpu",), "Containers that may hold shares of the GPU at once."

@@ -42,7 +42,7 @@ def free_series(
         there = [
             (state, assignment.of(state.uuid))
             for state in snapshot.gpus
-            if assignment.of(state.uuid).mode is mode
+            if assignment.of(state.uuid).plugin_mode is mode
         ]
         if not there:
             continue

@@ -63,24 +63,24 @@ def shares_of(
 
     `slices`: of each GPU, as far as it is known. `grown`: what containers have beyond the kubelet's records.
     """
-    found: dict[Place, _Units] = {}
+    found: dict[Place, _Units] = _claimed(pods)
     for holding in pods.holdings:
         if not holding.listed:
             continue  # plain init containers: their heirs have the same units, and run when they have ended
         for text in holding.ids:
             try:
-                device = parse(text)
+                unit = parse(text)
             except BadDeviceId:
                 continue
-            key = (holding.namespace, holding.pod, holding.container, device.gpu)
+            key = (holding.namespace, holding.pod, holding.container, unit.gpu)
             units = found.get(key)
             if units is None:
-                units = found[key] = _Units(MODE_OF_UNIT[device.unit])
-            if device.unit in _CORES:
+                units = found[key] = _Units(MODE_OF_UNIT[unit.unit])
+            if unit.unit in _CORES:
                 units.cores += 1
-            elif device.unit in _BLOCK_BYTES:
-                units.memory += _BLOCK_BYTES[device.unit]
-            elif device.unit is REPLICA:
+            elif unit.unit in _BLOCK_BYTES:
+                units.memory += _BLOCK_BYTES[unit.unit]
+            elif unit.unit is REPLICA:
                 units.slices += 1
             else:
                 units.whole = True
@@ -93,6 +93,18 @@ def shares_of(
     # More may be held than there are while a layout with fewer waits for its turn.
     there = {uuid: max(count, taken[uuid]) for uuid, count in slices.items()}
     return tuple(_share(key, units, gpus[key[3]], there) for key, units in found.items() if key[3] in gpus)
+
+
+def _claimed(pods: Record) -> dict[Place, _Units]:
+    """Those by claims."""
+    found: dict[Place, _Units] = {}
+    for holding in pods.holdings:
+        if share := holding.share:
+            pair, place = share.mode.row.pair, (holding.namespace, holding.pod, holding.container)
+            units = found.setdefault((*place, share.gpu), _Units(share.mode, whole=pair is None))
+            units.cores += share.cores
+            units.memory += share.memory * (pair.block_bytes if pair else 0)
+    return found
 
 
 def _share(key: Place, units: _Units, gpu: Gpu, slices: Mapping[str, int]) -> ContainerShare:

@@ -208,7 +208,7 @@ class PgpuPlugin:
 
     def _ids(self, state: GpuState, mode: GpuMode) -> list[str]:
         """The IDs that a GPU has in this resource, offered at the moment or not."""
-        if mode.mode is not Mode.PGPU:
+        if mode.plugin_mode is not Mode.PGPU:
             return []
         if mode.replicas == 1:
             return [state.uuid] if self._whole else []

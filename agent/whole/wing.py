@@ -3,17 +3,21 @@
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
+from agent.injection.inject import Injector
 from agent.kubelet.plugin_types import ResourcePlugin
+from agent.model.claim_device import ClaimedShare
+from agent.model.holding import Holder
 from agent.model.modes import Mode
-from agent.modes.wing import Node, Wing
+from agent.modes.wing import Node, Wing, claimed_gpu
 from agent.whole.plugin import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 
 
 class WholeWing(Wing):
     mode: ClassVar[Mode] = Mode.PGPU
 
-    def __init__(self, plugins: Sequence[PgpuPlugin]) -> None:
+    def __init__(self, plugins: Sequence[PgpuPlugin], injector: Injector) -> None:
         self._plugins = plugins
+        self._injector = injector
 
     @classmethod
     async def build(cls, node: Node) -> Self:
@@ -34,9 +38,13 @@ class WholeWing(Wing):
                     refuse_more_than_one=slicing.refuse_more_than_one,
                 )
                 for resource, whole, replicas in resources
-            ]
+            ],
+            node.injector,
         )
 
     def plugins(self) -> Sequence[ResourcePlugin]:
         """`nvidia.com/gpu`, and where slices are renamed a resource of their own for them."""
         return self._plugins
+
+    def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:  # noqa: ARG002
+        return (claimed_gpu(self._injector, share.gpu),)

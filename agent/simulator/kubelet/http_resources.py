@@ -66,7 +66,8 @@ class ResourcesApi:
 
     async def _post(self, request: web.Request) -> web.Response:
         item = _placed(request, await request.json())
-        return self._answer(lambda: self._api.resources.create(_place(request)[0], item), 201)
+        trial = request.query.get("dryRun") == "All"
+        return self._answer(lambda: self._api.resources.create(_place(request)[0], item, trial=trial), 201)
 
     async def _put(self, request: web.Request) -> web.Response:
         item = _placed(request, await request.json())

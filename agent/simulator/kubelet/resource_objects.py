@@ -51,15 +51,15 @@ class ResourceObjects:
         except KeyError:
             raise WriteRefused(404, f'{collection}.resource.k8s.io "{key[1]}" not found') from None
 
-    def create(self, collection: str, item: Mapping[str, Any]) -> Object:
-        """Raises WriteRefused."""
+    def create(self, collection: str, item: Mapping[str, Any], *, trial: bool = False) -> Object:
+        """Raises WriteRefused. `trial`: nothing is stored (dryRun)."""
         key = _key(item)
         if key in self._objects[collection]:
             raise WriteRefused(409, f'{collection}.resource.k8s.io "{key[1]}" already exists')
         number = next(self._numbers)
         uid = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{collection}-{number}"))
         metadata = {"uid": uid, "generation": 1, "creationTimestamp": "2026-01-01T00:00:00Z"}
-        return self._store(collection, key, item, metadata)
+        return self._store(collection, key, item, metadata, trial=trial)
 
     def replace(self, collection: str, item: Mapping[str, Any]) -> Object:
         """PUT. Raises WriteRefused: 409 for a resource version that is not the newest."""
@@ -92,7 +92,15 @@ class ResourceObjects:
             if item["spec"].get("nodeName") == node and driver in (None, item["spec"]["driver"]):
                 self.delete(SLICES, _key(item))
 
-    def _store(self, collection: str, key: Key, item: Mapping[str, Any], kept: Mapping[str, Any]) -> Object:
+    def _store(
+        self,
+        collection: str,
+        key: Key,
+        item: Mapping[str, Any],
+        kept: Mapping[str, Any],
+        *,
+        trial: bool = False,
+    ) -> Object:
         stored = copy.deepcopy(dict(item))
         if collection == SLICES:
             stored["spec"] = _without(stored["spec"], self.dropped)
@@ -100,8 +108,9 @@ class ResourceObjects:
         number = str(next(self._numbers))
         stored["metadata"] = {**stored["metadata"], **kept, "resourceVersion": number}
         stored |= {"apiVersion": GROUP, "kind": KINDS[collection]}
-        self._objects[collection][key] = stored
-        self._changed()
+        if not trial:
+            self._objects[collection][key] = stored
+            self._changed()
         return stored
 
 

@@ -29,7 +29,7 @@ def test_each_half_names_devices_of_its_own_that_exist() -> None:
     content = shares_cdi.specification(MOUNTS, most_memory=139)
     devices: list[dict[str, object]] = content["devices"]  # type: ignore[assignment]
     names = {f"{content['kind']}={device['name']}" for device in devices}
-    assert len(names) == len(devices) == 1 + 100 + 139
+    assert len(names) == len(devices) == 1 + 100 + 139 + 1
     core, memory = (set(shares_cdi.devices(member, UUID, 100)) for member in PairMember)
     assert core | memory <= names
     assert not core & memory

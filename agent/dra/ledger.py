@@ -1,0 +1,172 @@
+"""Which claims have devices of this node ready. The kubelet stays the ledger: this is its record, and what
+was answered since that was read.
+
+Nobody gets a GPU before those have gone whose claims the scheduler has freed already, as after a deletion by
+force: a container may run on for a while, and its claim is unprepared afterwards.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from time import monotonic
+from types import MappingProxyType
+
+import anyio
+
+from agent.kit.cell import Cell
+from agent.model.claim_device import device_name
+from agent.model.demand import CORES
+from agent.model.holding import Holding
+from agent.model.modes import SHARES, Mode
+from agent.model.resource_claim import AskedDevice, HeldClaim
+
+# After an answer the kubelet writes its record down within milliseconds; a claim that it does not have by
+# then it has never taken in, and will not give back.
+RECORDED_SECONDS = 10.0
+
+
+class ClaimLedger:
+    """`wanted` has the mode of each GPU on which there are claims, or were a moment ago."""
+
+    def __init__(
+        self,
+        wanted: Cell[Mapping[str, Mode]],
+        size: Callable[[str], tuple[int, int]],
+        keep_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`size`: GiB that shares of a GPU may have together, and how many shares there may be."""
+        self._wanted = wanted
+        self._size = size
+        self._keep_seconds = keep_seconds
+        self._answered: dict[str, float] = {}  # when claims were last asked for or answered, by UID
+        self._asking: dict[str, int] = {}  # calls under way, by UID
+        self._new: set[str] = set()  # claims that nobody was answered yet
+        self._warm: dict[str, float] = {}  # until when an idle GPU's daemon stays, by UUID
+        self.held: Cell[Mapping[str, HeldClaim]] = Cell(MappingProxyType({}))
+
+    def read(self, recorded: Mapping[str, HeldClaim], began: float) -> None:
+        """Take in the kubelet's record, whose reading began at that time of the monotonic clock."""
+        never = -math.inf
+        fresh = {
+            uid: claim
+            for uid, claim in self.held.value.items()
+            if uid in self._asking or self._answered.get(uid, never) > began - RECORDED_SECONDS
+        }
+        # What was unprepared while it was read, or just before, is not taken back.
+        since = began - RECORDED_SECONDS
+        gone = {uid for uid in recorded if uid not in fresh and self._answered.get(uid, never) > since}
+        self._put({**{uid: each for uid, each in recorded.items() if uid not in gone}, **fresh})
+        self._answered = {uid: at for uid, at in self._answered.items() if at > began - RECORDED_SECONDS}
+
+    def adopt(self, holdings: Iterable[Holding]) -> None:
+        """Take in holders by PodResources, which name no UID of a claim: for want of the kubelet's record."""
+        found: dict[str, list[AskedDevice]] = {}
+        for each in holdings:
+            if share := each.share:
+                name = f"{each.namespace}/{share.claim}"
+                device = AskedDevice("", "", device_name(share.gpu, share.mode), share)
+                if device not in found.setdefault(name, []):
+                    found[name].append(device)
+        claims = {
+            name: HeldClaim(name, name.partition("/")[0], name.partition("/")[2], tuple(each))
+            for name, each in found.items()
+        }
+        self._put({**claims, **self.held.value})
+
+    async def enter(self, claim: HeldClaim) -> None:
+        """Return once its devices are its own, all of them; bound it with a cancel scope.
+
+        `leave` follows where it is not prepared after all.
+        """
+        self._asking[claim.uid] = self._asking.get(claim.uid, 0) + 1
+        try:
+            await self.held.wait_for(lambda held: claim.uid in held or not self.obstacle(claim))
+        except BaseException:
+            self._asked(claim.uid)
+            raise
+        if claim.uid not in self.held.value:
+            self._new.add(claim.uid)
+            others = {uid: each for uid, each in self.held.value.items() if each.key != claim.key}
+            self._put({**others, claim.uid: claim})
+
+    def answered(self, claim: HeldClaim) -> bool:
+        """A call has been answered with its devices. False: it was unprepared meanwhile."""
+        self._asked(claim.uid)
+        self._new.discard(claim.uid)
+        self._answered[claim.uid] = monotonic()
+        return claim.uid in self.held.value
+
+    @property
+    def unanswered(self) -> frozenset[str]:
+        """UIDs of claims that are being prepared for the first time."""
+        return frozenset(self._new)
+
+    def leave(self, claim: HeldClaim) -> None:
+        """A call that had entered is not answered with devices."""
+        self._asked(claim.uid)
+        if claim.uid in self._new and claim.uid not in self._asking:
+            self._new.discard(claim.uid)
+            self._put({uid: each for uid, each in self.held.value.items() if uid != claim.uid})
+
+    def unprepared(self, uid: str, key: tuple[str, str]) -> None:
+        """Nobody uses a claim any more. `key`: its namespace and name."""
+        self._answered[uid] = monotonic()  # a reading that began before may show it still
+        self._new.discard(uid)
+        adopted = "/".join(key)
+        claim = self.held.value.get(uid) or self.held.value.get(adopted)
+        if claim is None:
+            return
+        if keep := self._keep_seconds():
+            until = anyio.current_time() + keep
+            self._warm |= {each.share.gpu: until for each in claim.devices if each.share.mode is SHARES}
+        self._put({each: other for each, other in self.held.value.items() if each not in (uid, adopted)})
+
+    def _asked(self, uid: str) -> None:
+        left = self._asking.pop(uid) - 1
+        if left:
+            self._asking[uid] = left
+
+    def obstacle(self, claim: HeldClaim) -> str:
+        """Who keeps a claim from its devices, in words; empty: nobody."""
+        for device in claim.devices:
+            share = device.share
+            others = [
+                (other, each.share)
+                for other in self.held.value.values()
+                if other.key != claim.key  # the kubelet takes no namesake before it has given one back
+                for each in other.devices
+                if each.share.gpu == share.gpu
+            ]
+            if not others:
+                continue
+            names = ", ".join(sorted({f"{other.namespace}/{other.name}" for other, _ in others}))
+            if share.mode is not SHARES or any(each.mode is not SHARES for _, each in others):
+                return f"GPU {share.gpu} is still in use by {names}"
+            own = [each.share for each in claim.devices if each.share.gpu == share.gpu]
+            memory, clients = self._size(share.gpu)
+            together = [*own, *(each for _, each in others)]
+            if (
+                sum(each.cores for each in together) > CORES
+                or sum(each.memory for each in together) > memory
+                or len(together) > clients
+            ):
+                return f"shares of GPU {share.gpu} are still in use by {names}"
+        return ""
+
+    def cool(self) -> float | None:
+        """Let daemons go whose time is over; how long to wait for the next, in seconds."""
+        now = anyio.current_time()
+        if over := [gpu for gpu, until in self._warm.items() if until <= now]:
+            for gpu in over:
+                del self._warm[gpu]
+            self._put(self.held.value)
+        return min((until - now for until in self._warm.values()), default=None)
+
+    def _put(self, held: Mapping[str, HeldClaim]) -> None:
+        wanted = {each.share.gpu: each.share.mode for claim in held.values() for each in claim.devices}
+        for gpu in wanted:
+            self._warm.pop(gpu, None)
+        wanted |= dict.fromkeys(self._warm, SHARES)
+        if held != self.held.value:
+            self.held.publish(MappingProxyType(dict(held)))
+        if wanted != self._wanted.value:
+            self._wanted.publish(MappingProxyType(wanted))

@@ -1,0 +1,195 @@
+"""Which claims have devices: waits for those of before, and the kubelet's record."""
+
+from time import monotonic
+
+import anyio
+import pytest
+
+from agent.dra.ledger import RECORDED_SECONDS, ClaimLedger
+from agent.kit.cell import Cell
+from agent.model.claim_device import ClaimedShare, device_name
+from agent.model.holding import Holding, Source
+from agent.model.modes import SHARES, WHOLE_GPUS, Mode
+from agent.model.resource_claim import AskedDevice, HeldClaim
+
+GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
+
+
+def claim(name: str, cores: int = 0, memory: int = 1, gpus: tuple[str, ...] = (GPU,)) -> HeldClaim:
+    mode = SHARES if cores else WHOLE_GPUS
+    devices = [
+        AskedDevice(
+            "gpu", "pool", device_name(gpu, mode), ClaimedShare(gpu, mode, cores, memory, name, f"s-{name}")
+        )
+        for gpu in gpus
+    ]
+    return HeldClaim(f"u-{name}", "ns", name, tuple(devices))
+
+
+def ledger(keep: float = 0.0) -> tuple[ClaimLedger, Cell[dict[str, Mode]]]:
+    wanted: Cell[dict[str, Mode]] = Cell({})
+    return ClaimLedger(wanted, lambda _: (139, 48), lambda: keep), wanted  # type: ignore[arg-type]
+
+
+async def taken(book: ClaimLedger, *claims: HeldClaim) -> None:
+    for each in claims:
+        with anyio.fail_after(1):
+            await book.enter(each)
+        assert book.answered(each)
+
+
+def over(book: ClaimLedger, each: HeldClaim) -> None:
+    book.unprepared(each.uid, each.key)
+
+
+async def test_the_first_claim_chooses_and_the_last_one_frees() -> None:
+    book, wanted = ledger()
+    one, other = claim("one", 30), claim("other", 70)
+    await taken(book, one, other)
+    assert wanted.value == {GPU: SHARES}
+    over(book, one)
+    assert wanted.value == {GPU: SHARES}
+    over(book, other)
+    over(book, other)
+    assert wanted.value == {}
+
+
+@pytest.mark.parametrize(
+    ("there", "comes"),
+    [
+        (claim("a", 30), claim("b")),
+        (claim("a"), claim("b", 30)),
+        (claim("a"), claim("b")),
+        (claim("a", 60), claim("b", 50)),
+        (claim("a", 10, 100), claim("b", 10, 40)),
+    ],
+)
+async def test_a_claim_waits_for_those_that_were_freed_while_their_containers_run(
+    there: HeldClaim, comes: HeldClaim
+) -> None:
+    book, wanted = ledger()
+    await taken(book, there)
+    before = dict(wanted.value)
+    with anyio.move_on_after(0.05):
+        await book.enter(comes)
+        raise AssertionError("it did not wait")
+    assert there.name in book.obstacle(comes)
+    assert wanted.value == before
+    async with anyio.create_task_group() as group:
+        group.start_soon(taken, book, comes)
+        await anyio.sleep(0.01)
+        over(book, there)
+    assert set(book.held.value) == {comes.uid}
+
+
+async def test_of_two_that_wait_one_gets_it_and_the_other_waits_on() -> None:
+    book, _ = ledger()
+    first, *others = claim("a"), claim("b"), claim("c")
+    await taken(book, first)
+    got: list[str] = []
+
+    async def enter(each: HeldClaim) -> None:
+        await book.enter(each)
+        got.append(each.name)
+
+    async with anyio.create_task_group() as group:
+        for each in others:
+            group.start_soon(enter, each)
+        await anyio.sleep(0.01)
+        over(book, first)
+        await anyio.sleep(0.01)
+        assert len(got) == 1
+        over(book, next(each for each in others if each.name == got[0]))
+    assert len(got) == 2
+
+
+async def test_a_claim_of_several_gpus_takes_all_or_none() -> None:
+    book, wanted = ledger()
+    await taken(book, claim("a", gpus=("GPU-2",)))
+    with anyio.move_on_after(0.05):
+        await book.enter(claim("b", gpus=("GPU-1", "GPU-2")))
+    assert wanted.value == {"GPU-2": WHOLE_GPUS}
+
+
+async def test_a_failed_prepare_leaves_nothing_and_takes_nothing_of_one_that_succeeded() -> None:
+    book, wanted = ledger()
+    one = claim("one", 30)
+    await book.enter(one)
+    book.leave(one)
+    assert wanted.value == {}
+    await taken(book, one)
+    await book.enter(one)  # the kubelet restarted
+    book.leave(one)
+    assert wanted.value == {GPU: SHARES}
+
+
+async def test_two_calls_for_one_claim_are_one() -> None:
+    book, wanted = ledger()
+    one = claim("one", 30)
+    await book.enter(one)
+    await book.enter(one)
+    book.leave(one)
+    assert wanted.value == {GPU: SHARES}
+    assert book.answered(one)
+
+
+async def test_a_claim_that_is_given_back_while_it_is_prepared_is_not_answered() -> None:
+    book, _ = ledger()
+    one = claim("one", 30)
+    await book.enter(one)
+    over(book, one)
+    assert not book.answered(one)
+
+
+async def test_a_daemon_is_kept_warm_unless_a_whole_gpu_is_asked_for() -> None:
+    book, wanted = ledger(keep=0.05)
+    one = claim("one", 30)
+    await taken(book, one)
+    over(book, one)
+    assert wanted.value == {GPU: SHARES}
+    pause = book.cool()
+    assert pause
+    await anyio.sleep(pause + 0.01)
+    assert book.cool() is None
+    assert wanted.value == {}
+    await taken(book, one)
+    over(book, one)
+    await taken(book, claim("whole"))
+    assert wanted.value == {GPU: WHOLE_GPUS}
+
+
+async def test_the_kubelets_record_counts_beside_what_was_answered_since() -> None:
+    book, wanted = ledger()
+    old, new = claim("old", 30), claim("new", 20)
+    book.read({old.uid: old}, monotonic())
+    await taken(book, new)
+    book.read({old.uid: old}, monotonic())
+    assert set(book.held.value) == {old.uid, new.uid}
+    # Long after: the kubelet has never taken the new one in.
+    book.read({old.uid: old}, monotonic() + 2 * RECORDED_SECONDS)
+    assert set(book.held.value) == {old.uid}
+    began = monotonic()
+    over(book, old)
+    book.read({old.uid: old}, began)  # a reading of before
+    assert wanted.value == {}
+
+
+async def test_without_a_record_holders_by_pod_resources_count() -> None:
+    book, wanted = ledger()
+    one = claim("one", 30)
+    share = one.devices[0].share
+    book.adopt([Holding("ns", "p", c, "x", (), Source.CLAIM, share) for c in ("main", "other")])
+    assert wanted.value == {GPU: SHARES}
+    assert book.obstacle(claim("whole"))
+    await taken(book, one)  # the kubelet restarts, and prepares again
+    assert set(book.held.value) == {one.uid}
+    over(book, one)
+    assert wanted.value == {}
+
+
+async def test_one_that_was_adopted_is_freed_by_its_name() -> None:
+    book, wanted = ledger()
+    one = claim("one", 30)
+    book.adopt([Holding("ns", "p", "main", "x", (), Source.CLAIM, one.devices[0].share)])
+    over(book, one)
+    assert wanted.value == {}
