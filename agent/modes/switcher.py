@@ -248,6 +248,8 @@ class ModeSwitcher:
             uuid: state
             for uuid, state in after.items()
             if state.stage is ModeStage.CLOSING and self._states[uuid].stage is ModeStage.OFFERED
+            # What others use is nobody's for a moment longer, not even that of pods that are bound.
+            and uuid not in self._others
         }
         # No list has anything of a device of DRA, whose taint keeps claims away.
         closing = {uuid: state for uuid, state in closing.items() if not state.dra}

@@ -120,4 +120,15 @@ async def calm(world: World) -> None:
     await world.start_agent()
 
 
-__all__ = ["ACTS", "FAULTS", "USERS", "Act", "Family", "calm", "families", "later_families", "name_of"]
+__all__ = [
+    "ACTS",
+    "FAULTS",
+    "HUNG_PROCESSES",
+    "USERS",
+    "Act",
+    "Family",
+    "calm",
+    "families",
+    "later_families",
+    "name_of",
+]
