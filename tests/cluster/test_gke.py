@@ -1,4 +1,4 @@
-"""The preset of GKE on a node laid out as Container-Optimized OS has it: nothing below /var can be executed.
+"""The preset of GKE on a node laid out as Container-Optimized OS has it: nothing below /var/lib can be executed.
 
 Of Google's there is nothing here: the layout is that of its documents and of its driver installer's manifest.
 """
@@ -25,8 +25,8 @@ BIN = "/home/kubernetes/bin"
 # In the namespace of the cluster, with which it ends. $1: a folder with the node's devices and its driver.
 AS_ON_COS = f"""
 set -e
-mount --rbind /var /var
-mount -o remount,bind,noexec /var
+mount --rbind /var/lib /var/lib
+mount -o remount,bind,noexec /var/lib
 mount -t tmpfs gna /home
 mkdir -p {BIN}
 cp -a "$1/nvidia" {BIN}/
