@@ -1,4 +1,4 @@
-"""The preset of GKE on a node laid out as Container-Optimized OS has it: nothing below /var/lib can be executed.
+"""The preset of GKE on a node with the layout of Container-Optimized OS: /var/lib is mounted noexec.
 
 Of Google's there is nothing here: the layout is that of its documents and of its driver installer's manifest.
 """
