@@ -16,24 +16,20 @@ QUIET_SECONDS = 6.0  # nothing was bound for so long: nothing more will be
 
 def node(cluster: Cluster, name: str) -> None:
     """A ready node whose agent has published its GPUs."""
-    cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Node",
-            "metadata": {
-                "name": name,
-                "labels": {"made-up": "true"},
-                "annotations": {INVENTORY: encode(arrivals.inventory(GPUS))},
-            },
-        }
-    )
-    amounts = {
-        "cpu": "64",
-        "memory": "512Gi",
-        "pods": "200",
-        VGPU.core: str(CORES * GPUS),
-        VGPU.memory: str(arrivals.BLOCKS * GPUS),
-    }
+    units = {VGPU.core: str(CORES * GPUS), VGPU.memory: str(arrivals.BLOCKS * GPUS)}
+    bare_node(cluster, name, {INVENTORY: encode(arrivals.inventory(GPUS))}, units)
+
+
+def bare_node(
+    cluster: Cluster,
+    name: str,
+    annotations: dict[str, str] | None = None,
+    units: dict[str, str] | None = None,
+) -> None:
+    """A ready node with these annotations and extended resources."""
+    metadata = {"name": name, "labels": {"made-up": "true"}, "annotations": annotations or {}}
+    cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata})
+    amounts = {"cpu": "64", "memory": "512Gi", "pods": "200", **(units or {})}
     ready = {"type": "Ready", "status": "True", "reason": "Made", "message": "up"}
     cluster.api.request(
         "PATCH",
