@@ -194,7 +194,8 @@ def host(cluster: Cluster) -> dict[str, str]:
         kind, _, path = line.partition(" ")
         if len(kind) > 1 or kind.isdigit():
             target = line.split()[4]
-            found |= {f"mount {target}": "mount"} if "gpu-node-agent" in target else {}
+            # The node's folders have another path beside, on this machine.
+            found |= {f"mount {target}": "mount"} if target.startswith(tuple(MADE)) else {}
         elif not path.startswith(OTHERS):
             found[path] = {"d": "dir", "f": "file"}.get(kind, kind)
     return found
