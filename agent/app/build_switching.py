@@ -73,6 +73,7 @@ async def build_switching(
     assignment: Cell[Assignment],
     grown: Cell[Mapping[Place, Growth]],
     sampler: Sampler,
+    lacks: Cell[str],
     claims: ClaimRequests | None = None,
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
@@ -119,6 +120,7 @@ async def build_switching(
         cordons=in_force,
         lingering=lingering,
         unexplained=unexplained,
+        lacks=lacks,
         claims=claims,
     )
     upgrade = None

@@ -13,6 +13,7 @@ import anyio.to_thread
 import structlog
 import yaml
 
+from agent.injection.companions import device_root, lacking, nodes, wanted
 from agent.injection.specification import KIND, Devices
 from agent.kit.cell import Cell
 from agent.kit.supervise import describe
@@ -32,6 +33,7 @@ DRIVER_MOUNT = "/usr/local/nvidia"
 # Nodes that every CUDA program opens, and those that exist only on some nodes.
 COMMON_NODES = ("nvidiactl", "nvidia-uvm")
 OPTIONAL_NODES = ("nvidia-uvm-tools", "nvidia-modeset")
+COMPANION_SECONDS = 60.0
 # Versions from which CDI devices named by a plugin reach the container: kubelet 1.29 (KEP-4009, on by
 # default from beta), containerd 2.0 (1.7 needs a switch), CRI-O 1.23.
 KUBELET_WITH_CDI = (1, 29)
@@ -141,6 +143,11 @@ class Injector:
         self.software: NodeSoftware | None = None
         self.looked: Cell[NodeSoftware | None] = Cell(None)
         self.choice = choose(settings, None, frozenset())
+        self.companions = () if settings.simulator.profile else wanted(settings.injection)
+        self._root = Path(settings.injection.driver_root or settings.driver.root)
+        self._seen: Sequence[str] = ()  # nodes of companions
+        self._lacking = ""
+        self.lacks: Cell[str] = Cell("")  # why containers would miss a companion; empty: they would not
 
     def look(self, software: NodeSoftware | None) -> None:
         """Find out which way the node supports. Blocks on files: call it from a thread."""
@@ -150,11 +157,34 @@ class Injector:
         if choice != self.choice:
             log.info("injection_chosen", cdi=choice.cdi, reason=choice.reason)
         self.choice = choice
+        root = device_root(self._root)
+        self._seen = nodes(root, self.companions)
+        self._lacking = self._look_beside(root)
+
+    def _look_beside(self, root: Path) -> str:
+        if self.companions and self.choice.cdi and not self._own.value.names:
+            keys = ", ".join(f"injection.{each.key}" for each in self.companions)
+            return (
+                f"{keys}: containers would get these by the agent's own CDI specification, which is not there"
+            )
+        return lacking(root, self.companions)
 
     async def update(self, software: NodeSoftware | None) -> None:
-        """Look in a thread, and let those who follow `looked` know."""
+        """Look in a thread, and let those who follow `looked` and `lacks` know."""
         await anyio.to_thread.run_sync(self.look, software)
         self.looked.publish(software)
+        self._tell()
+
+    async def watch_companions(self) -> None:
+        """Look again for what may come and go without a word, until cancelled."""
+        while True:
+            await anyio.sleep(COMPANION_SECONDS)
+            await anyio.to_thread.run_sync(self.look, self.software)
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._lacking != self.lacks.value:
+            self.lacks.publish(self._lacking)
 
     @property
     def own_cdi(self) -> bool:
@@ -188,6 +218,8 @@ class Injector:
         """Environment, mounts, device nodes or CDI names for `gpus`, in the order given."""
         uuids = [gpu.uuid for gpu in gpus]
         variable = {VISIBLE_DEVICES: ",".join(uuids)}
+        for companion in self.companions:
+            variable |= companion.variables
         if self.choice.cdi:
             if self._own.value.names.issuperset(uuids):
                 # The specification sets the variable to void, and wins: it is for runtimes that ignore CDI.
@@ -208,4 +240,5 @@ class Injector:
         names = [f"nvidia{gpu.minor}" for gpu in gpus] + list(COMMON_NODES)
         # A stat of a device node never blocks: devtmpfs is memory.
         names += [name for name in OPTIONAL_NODES if os.path.exists(f"{root}/dev/{name}")]  # noqa: PTH110
+        names += [name.removeprefix("dev/") for name in self._seen]
         return tuple(DeviceNode(f"/dev/{name}", f"{root}/dev/{name}") for name in names)

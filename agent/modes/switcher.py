@@ -83,9 +83,13 @@ class ModeSwitcher:
         cordons: Cell[Cordons] | None = None,
         lingering: Lingering | None = None,
         unexplained: Unexplained | None = None,
+        lacks: Cell[str] | None = None,
         claims: ClaimRequests | None = None,
     ) -> None:
-        """`standing`: what was in force before this process, for a request that cannot be obeyed."""
+        """`standing`: what was in force before this process, for a request that cannot be obeyed.
+
+        `lacks`: why containers would miss what is to come with a GPU; nothing is offered then.
+        """
         self._inventory = inventory
         self._desired = desired
         self._holdings = holdings
@@ -98,6 +102,7 @@ class ModeSwitcher:
         self._gpus: dict[str, Gpu] = {}
         self._lingering = lingering
         self._unexplained = unexplained
+        self._lacks = lacks or Cell("")
         self._claims = claims or ClaimRequests()  # without a door: nobody has any
         self._others: withheld.Withheld = {}  # who is on GPUs beside those that hold them
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
@@ -118,7 +123,7 @@ class ModeSwitcher:
         async with anyio.create_task_group() as group:
             self._group = group
             door = (self._claims.wanted, self._claims.listed)
-            news = (self._inventory, self._desired, self._holdings.cell, self._cordons, *door)
+            news = (self._inventory, self._desired, self._holdings.cell, self._cordons, *door, self._lacks)
             looks: list[Cell[Any]] = [self._lingering.looks] if self._lingering else []
             looks += [self._unexplained.withheld] if self._unexplained else []
             group.start_soon(follow, self._wake_up, *news, *looks)
@@ -177,7 +182,7 @@ class ModeSwitcher:
         return self._report(desired, plan, waiting, missing)
 
     def _decided(self, desired: Desired) -> Plan:
-        plan = decide(self._inventory.value, desired, self.accepted.value, self._wings)
+        plan = decide(self._inventory.value, desired, self.accepted.value, self._wings, self._lacks.value)
         return Plan(self._claims.chosen(plan.targets), plan.problem, plan.obeys)
 
     def _withheld(self) -> withheld.Withheld:

@@ -24,6 +24,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 AbsolutePath = Annotated[str, Meta(pattern="^/")]
 LayoutName = Annotated[str, Meta(pattern="^[a-z0-9]([-a-z0-9._]{0,61}[a-z0-9])?$")]  # a label value
 QuietSeconds = Annotated[float, Meta(ge=0, le=604800)]
+ImexChannel = Annotated[int, Meta(ge=0, le=2047)]
 XidNumber = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
 
 
@@ -60,6 +61,8 @@ class ClusterSettings(Section, frozen=True):
     node_name: str | None = None
     # A scheduler extender chooses GPUs: node totals need protect nobody, so lists carry all units.
     extender: bool = False
+    # Keep cluster-autoscaler from removing the node while pods hold units that it does not know: vGPU, MPS.
+    scale_down_guard: bool = False
 
     @property
     def own_node(self) -> str:
@@ -100,6 +103,11 @@ class Injection(Section, frozen=True):
     toolkit: AbsolutePath | None = "/usr/libexec/gpu-node-agent"  # nvidia-ctk and the hook; null: none
     driver_root: AbsolutePath | None = None  # the HOST's driver root as the agent sees it; null: driver.root
     host_driver_root: AbsolutePath | None = None  # the same as the host sees it; null: the same path
+    # What containers get beside GPUs; a node that lacks one of them offers nothing, with the reason.
+    gds: bool = False  # GPUDirect Storage: /dev/nvidia-fs*
+    gdrcopy: bool = False  # /dev/gdrdrv
+    mofed: bool = False  # RDMA: /dev/infiniband
+    imex_channels: tuple[ImexChannel, ...] = ()  # /dev/nvidia-caps-imex-channels
 
 
 class Simulator(Section, frozen=True):

@@ -14,7 +14,7 @@ BAD = {
     "unknown key of the configuration": ("config.vgpu.placment=1", ["placment", "not allowed"]),
     "unknown word": ('config.vgpu.placement="tight"', ["config.vgpu.placement", "binpack"]),
     "out of range": ("config.sampling.intervalSeconds=0", ["intervalSeconds", "0.1"]),
-    "no path": ('kubelet.root="kubelet"', ["kubelet.root", "^/"]),
+    "no path": ('kubelet.root="kubelet"', ["kubelet.root", "^(/.*)?$"]),
     "no surge": ("maxUnavailable=0", ["maxUnavailable"]),
     "bad duration": ('metrics.podMonitor.interval="soon"', ["metrics.podMonitor.interval"]),
     "bad account": ('policies.choicesAllowed=["it\'s"]', ["policies.choicesAllowed"]),
@@ -37,6 +37,9 @@ BAD = {
         ["nothing would ever be offered", "set at least one to true"],
     ),
     "default mode that is off": ('config.defaultMode="mps"', ["mps.enabled is false", "switch the mode on"]),
+    "claims twice": ("config.dra.enabled=true", ["config.dra.enabled", "use the value dra.enabled"]),
+    "extended resource of no class": ("dra.extendedResource=true", ["set dra.enabled and dra.classes"]),
+    "default mode dra that is off": ('config.defaultMode="dra"', ["dra.enabled is false"]),
     "modes twice": ("config.modes.mps=true", ["config.modes follows from", "mps.enabled"]),
     "port twice": ("config.http.port=80", ["config.http", "port"]),
     "moved folder": ('config.host.run="/x"', ["config.host.run", "mounts", "take it out"]),
@@ -61,7 +64,7 @@ BAD = {
     ),
     "default mode that is nothing": (
         'config.defaultMode="mpss"',
-        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps"],
+        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps, dra"],
     ),
     "layout in a mode that is off": (
         'config.layouts={"mixed": [{"gpus": [0], "mode": "mps"}]}',
@@ -203,3 +206,8 @@ def test_resizers_are_refused_where_no_policy_could_hold_the_others() -> None:
 def test_kubernetes_that_is_too_old_is_refused() -> None:
     with pytest.raises(HelmRefused, match=r"1\.25"):
         helm.template(kubernetes="1.24.0")
+
+
+def test_claims_are_refused_where_kubernetes_is_too_old_for_them() -> None:
+    with pytest.raises(HelmRefused, match=r"dra\.enabled needs Kubernetes 1\.36\.5"):
+        helm.template(settings=["dra.enabled=true"], kubernetes="1.36.3")

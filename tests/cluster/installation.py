@@ -17,6 +17,7 @@ import yaml
 
 from agent.mps import processes
 from agent.mps.processes import Process
+from agent.node import conditions
 from agent.simulator.machine import SimulatedMachine
 from tests.chart import helm
 from tests.cluster import toolkit
@@ -118,11 +119,11 @@ class Installation:
             raise helm.HelmRefused(done.stderr)
         return done.stdout
 
-    def install(self, *more: str) -> str:
+    def install(self, *more: str, chart: str = "") -> str:
         """Install and wait; what helm says at the end. `more`: further arguments of helm."""
         patience = f"--timeout={scaled(60):.0f}s"
         arguments = ["--create-namespace", f"--values={self._values}", "--wait", patience, *more]
-        return self.helm("install", RELEASE, str(helm.CHART), *arguments)
+        return self.helm("install", RELEASE, chart or str(helm.CHART), *arguments)
 
     def label(self, value: str | None) -> None:
         """Label the node with a mode."""
@@ -169,3 +170,6 @@ class Installation:
                     process.send(signal.SIGKILL)
             for path in self._made:
                 shutil.rmtree(path, ignore_errors=True)
+            # It selects nodes for the chart, and an agent that is removed without its hook leaves it.
+            node = self.cluster.api.path("v1", "Node", None, self.cluster.node)
+            self.cluster.api.merge_patch(node, {"metadata": {"labels": {conditions.MODE_LABEL: None}}})

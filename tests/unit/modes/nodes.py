@@ -186,6 +186,7 @@ async def switching(
     lingering: Any = None,
     unexplained: Any = None,
     state: Cell[SwitchState] | None = None,
+    lacks: Cell[str] | None = None,
     run: bool = True,
 ) -> AsyncIterator[Node]:
     """Run a switcher over `gpus`; the first request is `desired`, or mode `first` everywhere.
@@ -210,6 +211,7 @@ async def switching(
         lingering=lingering,
         unexplained=unexplained,
         state=state,
+        lacks=lacks,
     )
     async with anyio.create_task_group() as group:
         if run:
