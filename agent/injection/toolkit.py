@@ -5,6 +5,7 @@ Which libraries, nodes and hooks a driver needs changes with every release of it
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -77,11 +78,16 @@ class Toolkit:
         return made
 
     async def beside(self) -> Sequence[str]:
-        """The nodes of companions that are there now: a specification is of one set of them."""
+        """The nodes of companions that are there now, with their numbers, which the file has, too."""
         return await anyio.to_thread.run_sync(self._beside)
 
     def _beside(self) -> Sequence[str]:
-        return nodes(device_root(self._places.driver_root), self._places.companions)
+        root = device_root(self._places.driver_root)
+        found = []
+        for name in nodes(root, self._places.companions):
+            with suppress(FileNotFoundError):  # its module was unloaded meanwhile
+                found.append(f"{name} {(root / name).stat().st_rdev}")
+        return tuple(found)
 
     async def _generated(self, mode: str, root: Path, hook: Path, *more: str) -> Specification:
         text = await self._run(

@@ -309,7 +309,8 @@ def test_dra_account_has_its_rights_only(served: tuple[ClaimsNode, ApiClient], n
     own = node.slices()[0]
 
     def altered(name: str, **spec: Any) -> Object:
-        return {**own, "metadata": {"name": name}, "spec": {**own["spec"], **spec}}
+        kind = {"apiVersion": RESOURCES, "kind": "ResourceSlice", "metadata": {"name": name}}
+        return {**kind, "spec": {**own["spec"], **spec}}
 
     pool = {**own["spec"]["pool"], "name": f"{DRIVER}/elsewhere"}
     for body, words in (

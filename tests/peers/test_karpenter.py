@@ -29,6 +29,14 @@ MODE = {"nvidia-device-enable": "vgpu"}
 MOST_NODES = 50
 HALF = 50  # hundredths of a GPU
 KEPT_SECONDS = 20.0  # several times consolidateAfter, and Karpenter's look every ten seconds
+# Of a node and a pod, as kwok's own installation has them.
+STAGES = (
+    "node/fast/node-initialize",
+    "node/heartbeat-with-lease/node-heartbeat-with-lease",
+    "pod/fast/pod-ready",
+    "pod/fast/pod-complete",
+    "pod/fast/pod-delete",
+)
 Places = dict[str, str]  # node by pod
 
 
@@ -47,6 +55,7 @@ def scaled(
             cluster.apply(each)
         selector = "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake"
         argv = [str(kwok.program), f"--kubeconfig={cluster.kubeconfig}", selector]
+        argv += [f"--config={kwok.manifests / 'kustomize/stage' / name}.yaml" for name in STAGES]
         stack.enter_context(running(cluster, argv, folder / "kwok.log"))
         stack.enter_context(
             running(cluster, [str(karpenter.program)], folder / "karpenter.log", environment(folder))

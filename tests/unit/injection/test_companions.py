@@ -1,6 +1,7 @@
 """GDS, GDRCopy, MOFED and IMEX channels: what containers get beside their GPUs, and what a node must have."""
 
 import json
+import os
 from pathlib import Path
 
 import anyio.to_thread
@@ -113,6 +114,16 @@ async def test_the_generator_is_asked_for_each_that_is_there(root: Path, scene: 
     assert modes == ["--mode=nvml", "--mode=gds", "--mode=imex"]
     assert made.names == {"GPU-a"}
     assert made.content["containerEdits"]["env"] == ["IS=all", "IS=0", "IS=3"]
+
+
+async def test_a_node_that_comes_back_with_another_number_is_seen(root: Path, scene: Scene) -> None:
+    toolkit = Toolkit(Places(scene.bin, root, root, scene.state, companions.wanted(Injection(gdrcopy=True))))
+    assert await toolkit.beside() == ("dev/gdrdrv 0",)
+    (root / "dev" / "gdrdrv").unlink()
+    assert await toolkit.beside() == ()
+    (root / "dev" / "gdrdrv").symlink_to("/dev/null")
+    (found,) = await toolkit.beside()
+    assert found == f"dev/gdrdrv {os.makedev(1, 3)}"
 
 
 def test_edits_that_are_there_already_are_not_added_again() -> None:
