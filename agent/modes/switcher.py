@@ -248,8 +248,9 @@ class ModeSwitcher:
         closing = {
             uuid: state
             for uuid, state in after.items()
-            if state.stage is ModeStage.CLOSING and self._states[uuid].stage is ModeStage.OFFERED
-            # What others use is nobody's for a moment longer, not even that of pods that are bound.
+            if state.stage is ModeStage.CLOSING
+            and self._states[uuid].stage is ModeStage.OFFERED
+            # What others use is handed out no more, not even to pods that are bound.
             and uuid not in self._others
         }
         # No list has anything of a device of DRA, whose taint keeps claims away.
