@@ -103,7 +103,7 @@ def webhooks(
     """Those that are needed here, at this port."""
     authority = base64.b64encode(Authority(cluster.layout.certificates).certificate.read_bytes()).decode()
     for each in configurations:
-        if not each["kind"].endswith("WebhookConfiguration"):  # kustomize's own files
+        if not str(each.get("kind")).endswith("WebhookConfiguration"):  # kustomize's own files
             continue
         kept = [hook for hook in each["webhooks"] if hook["name"][1:].removesuffix(".kb.io") in WEBHOOKS]
         for hook in kept:
