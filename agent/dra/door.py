@@ -57,6 +57,7 @@ class DraDoor:
             wings,
             configured.reserve_whole,
             node.settings.mps.most_clients,
+            node.injector.looked,
         )
         self.ledger = ClaimLedger(
             self.requests.wanted, self._offers.sizes, lambda: configured.keep_daemon_seconds
@@ -154,6 +155,7 @@ class DraDoor:
         """Degradations, each in a sentence."""
         wanted = bool(self._offers.now())
         found = self.publisher.remarks() if wanted or self.requests.listed.value else []
+        found += self._offers.remarks()
         if wanted and (blocker := self.endpoint.blocker):
             found.append(blocker)
         return found + ([self._unreadable] if self._unreadable else [])

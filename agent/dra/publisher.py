@@ -7,6 +7,7 @@ claim has them any more.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,8 @@ class SlicePublisher:
         """Write what differs, for ever."""
         async with anyio.create_task_group() as group:
             group.start_soon(self.reflector.run)
-            cells = (self.reflector.items, self._registered, *self._offers.cells)
-            group.start_soon(follow, lambda: self._wake.publish(None), *cells)
+            cells: list[Cell[Any]] = [self.reflector.items, self._registered, *self._offers.cells]
+            group.start_soon(partial(follow, lambda: self._wake.publish(None), *cells))
             backoff = Backoff(first=0.2, longest=30.0, jitter=0.3)
             while True:
                 seen = self._wake.version

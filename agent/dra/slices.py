@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agent.model.claim_device import DRIVER, WORDS, device_name, parse_device, pool_of
+from agent.model.compat import semantic
 from agent.model.demand import CORES, MPS
 from agent.model.gpu import Driver, Gpu
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.quantity import units
-from agent.model.topology import NVLINK_POINTS, Topology
 
 PATH: Final = "/apis/resource.k8s.io/v1/resourceslices"
 COUNTERS_PER_SET: Final = 32
@@ -144,7 +144,7 @@ def _attributes(offer: DeviceOffer, mode: Mode, driver: Driver | None) -> Iterat
     yield "computeCapability", {"version": "{}.{}.0".format(*gpu.compute_capability)}
     if driver:
         yield "cudaVersion", {"version": "{}.{}.0".format(*driver.cuda_version)}
-        if version := _version(driver.version):
+        if version := semantic(driver.version):
             yield "driverVersion", {"version": version}
     if offer.nvlink_group is not None:
         yield "nvlinkGroup", {"int": offer.nvlink_group}
@@ -153,26 +153,6 @@ def _attributes(offer: DeviceOffer, mode: Mode, driver: Driver | None) -> Iterat
         yield "resource.kubernetes.io/pcieRoot", {"string": offer.pcie_root}
     if gpu.numa_node is not None and gpu.numa_node >= 0:
         yield "resource.kubernetes.io/numaNode", {"int": gpu.numa_node}
-
-
-def _version(text: str) -> str:
-    """A driver's version as a semantic one, whose numbers begin with no 0; empty: it is none."""
-    parts = text.split(".")
-    if not 1 <= len(parts) <= 3 or not all(part.isascii() and part.isdecimal() for part in parts):
-        return ""
-    return ".".join(str(int(part)) for part in (*parts, "0", "0")[:3])
-
-
-def nvlink_groups(topology: Topology, gpus: Sequence[Gpu]) -> Mapping[str, int]:
-    """A number for each set of GPUs that NVLinks connect, the index of its first; lone ones have none."""
-    groups = {gpu.uuid: gpu.index for gpu in gpus}
-    for at, one in enumerate(gpus):
-        for other in gpus[:at]:
-            if topology.pair(one.uuid, other.uuid) >= NVLINK_POINTS:
-                low, high = sorted((groups[one.uuid], groups[other.uuid]))
-                groups = {uuid: low if group == high else group for uuid, group in groups.items()}
-    sizes = [*groups.values()]
-    return {uuid: group for uuid, group in groups.items() if sizes.count(group) > 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from agent.dra.slices import (
     differences,
     gpus_of,
     missing_gates,
-    nvlink_groups,
     writes,
 )
 from agent.model.claim_device import DRIVER, device_name, parse_device, share_of
@@ -161,7 +160,7 @@ def test_groups_of_nvlinks() -> None:
         (gpus[0].uuid, gpus[1].uuid): 20,
     }
     topology = Topology.of([each.uuid for each in gpus], pairs)
-    assert nvlink_groups(topology, gpus) == {gpus[at].uuid: 0 for at in (0, 2, 3)}
+    assert topology.nvlink_groups() == {gpus[at].uuid: 0 for at in (0, 2, 3)}
 
 
 def test_a_long_node_name_makes_names_that_fit() -> None:
