@@ -22,9 +22,10 @@ from agent.kubelet.claim_service import ClaimName, DeviceVerdict, PreparedShare
 from agent.model.claim_device import DRIVER, pool_of
 from agent.model.demand import MPS
 from agent.model.holding import Holder
-from agent.model.modes import Assignment, Mode
+from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.pod import Pod
 from agent.model.resource_claim import GROUP, HeldClaim, ResourceClaim
+from agent.modes.cordons import CORDONED
 from agent.modes.switch_state import STARTING, SwitchState
 from agent.modes.wing import SetUpFailed, Wing
 from agent.pairing.pod_access import PodSource, PodsUnavailable
@@ -186,17 +187,17 @@ class ClaimPreparer:
             if each.resource == "pods"
         }
         shown = {pod.key: pod for pod in self._pods.pods_on_node()}
-        found = []
-        for key, uid in wanted.items():
-            pod: Pod | None = shown.get(key)
-            if pod is None or pod.uid != uid or not pod.claimed_devices():
+        found = [shown[key] for key, uid in wanted.items() if key in shown and shown[key].uid == uid]
+        known = {pod.key for pod in found if pod.claimed_devices()}
+        with anyio.move_on_after(CALL_SECONDS):  # the kubelet may have a pod before our watch has
+            for key in () if known else wanted:
                 try:
                     pod = await self._pods.fetch(*key)
                 except PodsUnavailable as error:
                     log.info("pod_of_claim_unknown", pod="/".join(key), problem=str(error))
                     continue
-            if pod and pod.uid == uid and pod.spec.node_name in ("", self._node):
-                found.append(pod)
+                if pod and pod.uid == wanted[key] and pod.spec.node_name == self._node:
+                    found.append(pod)
         return found
 
     async def _check(self, pods: Sequence[Pod], held: Mapping[str, HeldClaim], answers: Answers) -> None:
@@ -266,7 +267,7 @@ class ClaimPreparer:
                         group.cancel_scope.cancel()
 
             group.start_soon(watch)
-            await self._assignment.wait_for(lambda now: now.of(uuid).dra and now.of(uuid).mode is mode)
+            await self._assignment.wait_for(lambda now: _serves(now.of(uuid), mode, known=known))
             if not known:
                 await self._inventory.wait_for(lambda now: uuid in now.by_uuid and now.by_uuid[uuid].healthy)
             group.cancel_scope.cancel()
@@ -305,3 +306,12 @@ class ClaimPreparer:
             )
             for each in claim.devices
         ]
+
+
+def _serves(now: GpuMode, mode: Mode, *, known: bool) -> bool:
+    """Whether a GPU is in a mode for claims. One that was allocated before a cordon is let in, as by plugins.
+
+    On one that is closed otherwise there may be a process that outlives its pod.
+    """
+    open_to_it = known or now.claimable or now.reason.startswith(CORDONED)
+    return now.dra and now.mode is mode and open_to_it

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from agent.model.claim_device import DRIVER, WORDS, device_name, parse_device, pool_of
 from agent.model.compat import semantic
 from agent.model.demand import CORES, MPS
 from agent.model.gpu import Driver, Gpu
+from agent.model.metadata import Metadata
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.quantity import units
 
@@ -49,14 +52,11 @@ class DeviceOffer:
     taints: Mapping[Mode, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A slice as the API server has it."""
+class Published(msgspec.Struct, frozen=True):
+    """A ResourceSlice as the API server has it."""
 
-    name: str
-    uid: str
-    version: str
-    spec: Document
+    metadata: Metadata
+    spec: Document = msgspec.field(default_factory=dict)
 
     @property
     def devices(self) -> list[Document]:
@@ -172,7 +172,9 @@ def writes(
     Where devices come or go a new generation of all slices begins, and counts once it is complete.
     """
     there = [found[name] for name in wanted if name in found]
-    same = len(there) == len(wanted) and all(_shape(wanted[each.name]) == _shape(each.spec) for each in there)
+    same = len(there) == len(wanted) and all(
+        _shape(wanted[each.metadata.name]) == _shape(each.spec) for each in there
+    )
     one = len({each.generation for each in there}) == 1
     one = one and all(each.spec["pool"]["resourceSliceCount"] == len(wanted) for each in there)
     newest = max((each.generation for each in found.values()), default=0)
@@ -182,7 +184,7 @@ def writes(
         Write(
             name,
             _slice(name, node, node_uid, pool, _dated(content, found.get(name))),
-            found[name].version if name in found else "",
+            found[name].metadata.resource_version if name in found else "",
         )
         for name, content in wanted.items()
         if not (same and one) or differences(content, found[name].spec)

@@ -149,7 +149,7 @@ class ModeSwitcher:
         if snapshot.problem and not snapshot.gpus:
             self._without_gpus(desired, snapshot.problem)
             return IDLE_SECONDS
-        plan = self._decided(desired)
+        plan = decide(snapshot, desired, self.accepted.value, self._wings)
         self._gpus |= {state.uuid: state.gpu for state in snapshot.gpus}
         new = [state.uuid for state in snapshot.gpus if state.uuid not in self._states]
         refusing = plan.obeys and self.when_busy == "refuse" and desired != self.accepted.value
@@ -164,7 +164,8 @@ class ModeSwitcher:
         if plan.obeys and desired != self.accepted.value:
             self.accepted.publish(desired)
         targets = withheld.without(plan.targets, self._withheld())
-        plan = Plan(cordoned(targets, self._gpus, self._cordons.value), plan.problem, plan.obeys)
+        targets = self._claims.chosen(cordoned(targets, self._gpus, self._cordons.value))
+        plan = Plan(targets, plan.problem, plan.obeys)
         waiting, missing = busy, ""
         await self._aim(plan.targets)
         if any(self._states[uuid].stage in LEAVING for uuid in plan.targets):
@@ -175,10 +176,6 @@ class ModeSwitcher:
             missing = uncounted(holders, self.assignment.value)
         await self._offer_ready_ones()
         return self._report(desired, plan, waiting, missing)
-
-    def _decided(self, desired: Desired) -> Plan:
-        plan = decide(self._inventory.value, desired, self.accepted.value, self._wings)
-        return Plan(self._claims.chosen(plan.targets), plan.problem, plan.obeys)
 
     def _withheld(self) -> withheld.Withheld:
         """GPUs that are to be off because of others on them, as last known; logged as they come and go."""
@@ -223,7 +220,7 @@ class ModeSwitcher:
             return plan, NOBODY
         text = f"whenBusy is refuse and GPUs are in use by {named(busy)[1]}; "
         refused = Desired(self._desired.value.name, problem=text + "end these pods or set whenBusy: drain")
-        return self._decided(refused), busy
+        return decide(self._inventory.value, refused, self.accepted.value, self._wings), busy
 
     def _take_over(self, new: list[str], holders: Holders, targets: Mapping[str, GpuMode]) -> None:
         """GPUs seen for the first time: units of one that pods hold show the mode that it is in."""

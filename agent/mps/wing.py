@@ -160,6 +160,8 @@ class MpsWing(Wing):
         if why := self.unclaimable() or self._manager.unready(uuid):
             raise SetUpFailed(f"GPU {uuid} serves no MPS shares now: {why}")
         if check := self._root_check:
+            if not holders:
+                raise SetUpFailed("whose claim it is is not known, and mps.rootPods refuses root")
             for holder in holders:
                 if cause := check.named(*holder):
                     raise SetUpFailed(f"{holder} may run as root ({cause}), which mps.rootPods refuses")

@@ -19,6 +19,7 @@ from agent.dra.slices import (
 )
 from agent.model.claim_device import DRIVER, device_name, parse_device, share_of
 from agent.model.gpu import Driver, Gpu
+from agent.model.metadata import Metadata
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.topology import Topology
 
@@ -44,7 +45,9 @@ def published(wanted: dict[str, Document], generation: int = 1) -> dict[str, Pub
         for device in spec.get("devices", ()):
             for taint in device.get("taints", ()):
                 taint["timeAdded"] = "2026-11-24T00:00:00Z"
-        found[write.name] = Published(write.name, f"uid-{number}", str(number), spec)
+        found[write.name] = Published(
+            Metadata(name=write.name, uid=f"uid-{number}", resource_version=str(number)), spec
+        )
     return found
 
 
