@@ -93,7 +93,7 @@ def read(process: Path, name: str, most: int, seconds: float = SECONDS) -> bytes
 def read_bytes(file: Path, most: int) -> bytes:
     """The beginning of a file, however small the parts are that it comes in. Raises OSError."""
     with file.open("rb", buffering=0) as opened:
-        found = b""
+        found = bytearray()  # bytes would be copied whole for each part
         while len(found) < most and (data := opened.read(min(CHUNK, most - len(found)))):
             found += data
-        return found
+        return bytes(found)

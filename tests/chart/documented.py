@@ -72,6 +72,8 @@ OURS = (
     r"(nvidia-device-enable=(vgpu|pgpu|disable)( gpu-agent=moved)? --overwrite|gpu-agent(=moved|-))$)"
 )
 RULES = (
+    # tests/cluster/test_documented_commands.py, test_first_hour_is_true
+    _sh(r"kubectl ", How.ELSEWHERE, where="first-hour.md: "),
     # tests/cluster/test_kubectl_gpu.py
     _sh(r"kubectl (gpu |create clusterrolebinding team-)", How.ELSEWHERE),
     _sh(r"kubectl -n gpu-node-agent get configmap gpu-node-agent-kubectl", How.ELSEWHERE),

@@ -15,7 +15,7 @@ CHART = Path(__file__).parents[2] / "charts" / "gpu-node-agent"
 VALUES = tuple(sorted((CHART / "ci").glob("*-values.yaml")))
 NAMESPACE = "gpu-agents"
 RELEASE = "test"
-NEWEST = "1.36.0"
+NEWEST = "1.37.2"
 
 Manifest = dict[str, Any]
 

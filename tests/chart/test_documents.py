@@ -21,7 +21,14 @@ def rendered(words: list[str]) -> list[helm.Manifest]:
     """The chart as helm renders it with the flags of a command."""
     own = ("--create-namespace", "--reset-then-reuse-values")
     flags = [word for word in words if word not in own]
-    text = helm.run("template", "gpu-node-agent", str(helm.CHART), "--namespace=gpu-node-agent", *flags)
+    text = helm.run(
+        "template",
+        "gpu-node-agent",
+        str(helm.CHART),
+        "--namespace=gpu-node-agent",
+        f"--kube-version={helm.NEWEST}",
+        *flags,
+    )
     return [found for found in yaml.safe_load_all(text) if found]
 
 
@@ -52,7 +59,7 @@ def blocks(document: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "config/examples/pods").glob("*.yaml")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "config/examples").glob("*/*.yaml")), ids=lambda f: f.stem)
 def test_kubernetes_takes_the_example_pods(file: Path) -> None:
     (pod,) = yaml.safe_load_all(file.read_text())
     kubernetes_validate.validate(pod, "1.36", strict=True)

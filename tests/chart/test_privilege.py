@@ -127,7 +127,7 @@ def test_host_folders_are_read_only_where_nothing_is_written() -> None:
 
 
 def test_every_host_folder_has_its_reason_written_down() -> None:
-    """Path by path, and whether it can be written: by default, and with MPS."""
+    """Path by path, and whether it can be written: by default, and with MPS and claims."""
     told = {row[0].split("`")[1]: row[1] for row in rows("## Host folders") if row[2]}
 
     def mounted(*settings: str) -> dict[str, bool]:
@@ -136,7 +136,7 @@ def test_every_host_folder_has_its_reason_written_down() -> None:
         mounts = pod["containers"][0]["volumeMounts"]
         return {paths[m["name"]]: not m.get("readOnly", False) for m in mounts if m["name"] in paths}
 
-    plain, shares = mounted(), mounted("mps.enabled=true")
+    plain, shares = mounted(), mounted("mps.enabled=true", "dra.enabled=true")
     assert set(told) == set(plain) | set(shares)
     for path, writable in (plain | shares).items():
         assert ("only with" in told[path]) == (path not in plain), path
@@ -194,6 +194,46 @@ def test_pods_are_written_only_where_choices_are() -> None:
         if each["kind"] == "ClusterRole" and not re.search(OF_OTHERS, each["metadata"]["name"])
     ]
     assert verbs(role)["pods"] == {"get", "list", "watch"}
+
+
+CLAIM_VERBS = {
+    "resourceslices": {"get", "list", "watch", "create", "update", "delete"},
+    "resourceclaims": {"get", "list", "watch"},
+    "resourceclaims/status": {"update"},
+    "resourceclaims/driver": {"associated-node:update"},
+}
+
+
+def test_rights_on_claims_come_with_the_door() -> None:
+    """Classes for users, and rights on slices with the policy that bounds them; no more of the host."""
+    made = helm.template(settings=["dra.enabled=true", "config.vgpu.writeChoice=false"])
+    role = helm.one(made, "ClusterRole", "-dra")
+    assert verbs(role) == CLAIM_VERBS
+    (driver,) = [each for each in role["rules"] if each["resources"] == ["resourceclaims/driver"]]
+    assert driver["resourceNames"] == ["gpu-node-agent.io"]
+    classes = [each["metadata"]["name"] for each in made if each["kind"] == "DeviceClass"]
+    assert classes == ["gpu-whole"]  # without MPS there are no shares
+    assert "patch" in verbs(_agent_role([each for each in made if each is not role]))["pods"]
+    policy = helm.one(made, "ValidatingAdmissionPolicy", "-own-slices")
+    assert policy["spec"]["failurePolicy"] == "Fail"
+    assert helm.one(made, "ValidatingAdmissionPolicyBinding", "-own-slices")["spec"]["validationActions"] == [
+        "Deny"
+    ]
+    pod = helm.one(made, "DaemonSet")["spec"]["template"]["spec"]
+    # With the kubelet's keys in it: not for a container without privilege.
+    assert "kubelet" not in {each["name"] for each in pod["volumes"]}
+    plain = helm.template()
+    assert not [each for each in plain if "dra" in each["metadata"]["name"] or each["kind"] == "DeviceClass"]
+
+
+def test_classes_of_claims() -> None:
+    made = helm.template(settings=["dra.enabled=true", "mps.enabled=true", "dra.extendedResource=true"])
+    classes = {each["metadata"]["name"]: each["spec"] for each in made if each["kind"] == "DeviceClass"}
+    assert classes.keys() == {"gpu-whole", "gpu-mps"}
+    assert classes["gpu-whole"]["extendedResourceName"] == "nvidia.com/gpu"
+    assert "extendedResourceName" not in classes["gpu-mps"]
+    none = helm.template(settings=["dra.enabled=true", "dra.classes=false"])
+    assert not [each for each in none if each["kind"] == "DeviceClass"]
 
 
 def test_the_right_to_signal_others_comes_with_the_option_that_ends_containers() -> None:
@@ -332,9 +372,10 @@ def test_rights_are_written_down() -> None:
             "extender.config.http.verbs=true",
             'config.vgpu.enforcement="library"',
             'metrics.access.secret="pki"',
+            "dra.enabled=true",
         ]
     )
-    accounts = {"": "agent", "-extender": "extender", "-cleanup": "hook"}
+    accounts = {"": "agent", "-dra": "agent", "-extender": "extender", "-cleanup": "hook"}
     accounts |= {f"-gpu-{name}": f"gpu-{name}" for name in ("viewer", "operator")}
     granted: dict[tuple[str, str], set[str]] = {}
     for role in (each for each in made if each["kind"] in ("Role", "ClusterRole")):

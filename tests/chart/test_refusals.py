@@ -37,6 +37,9 @@ BAD = {
         ["nothing would ever be offered", "set at least one to true"],
     ),
     "default mode that is off": ('config.defaultMode="mps"', ["mps.enabled is false", "switch the mode on"]),
+    "claims twice": ("config.dra.enabled=true", ["config.dra.enabled", "use the value dra.enabled"]),
+    "extended resource of no class": ("dra.extendedResource=true", ["set dra.enabled and dra.classes"]),
+    "default mode dra that is off": ('config.defaultMode="dra"', ["dra.enabled is false"]),
     "modes twice": ("config.modes.mps=true", ["config.modes follows from", "mps.enabled"]),
     "port twice": ("config.http.port=80", ["config.http", "port"]),
     "moved folder": ('config.host.run="/x"', ["config.host.run", "mounts", "take it out"]),
@@ -61,7 +64,7 @@ BAD = {
     ),
     "default mode that is nothing": (
         'config.defaultMode="mpss"',
-        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps"],
+        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps, dra"],
     ),
     "layout in a mode that is off": (
         'config.layouts={"mixed": [{"gpus": [0], "mode": "mps"}]}',
@@ -203,3 +206,8 @@ def test_resizers_are_refused_where_no_policy_could_hold_the_others() -> None:
 def test_kubernetes_that_is_too_old_is_refused() -> None:
     with pytest.raises(HelmRefused, match=r"1\.25"):
         helm.template(kubernetes="1.24.0")
+
+
+def test_claims_are_refused_where_kubernetes_is_too_old_for_them() -> None:
+    with pytest.raises(HelmRefused, match=r"dra\.enabled needs Kubernetes 1\.36\.5"):
+        helm.template(settings=["dra.enabled=true"], kubernetes="1.36.3")

@@ -17,6 +17,7 @@ import yaml
 
 from agent.mps import processes
 from agent.mps.processes import Process
+from agent.node import conditions
 from agent.simulator.machine import SimulatedMachine
 from tests.chart import helm
 from tests.cluster import toolkit
@@ -169,3 +170,6 @@ class Installation:
                     process.send(signal.SIGKILL)
             for path in self._made:
                 shutil.rmtree(path, ignore_errors=True)
+            # It selects nodes for the chart, and an agent that is removed without its hook leaves it.
+            node = self.cluster.api.path("v1", "Node", None, self.cluster.node)
+            self.cluster.api.merge_patch(node, {"metadata": {"labels": {conditions.MODE_LABEL: None}}})

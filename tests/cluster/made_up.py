@@ -70,6 +70,26 @@ def pod_spec(size: int, pair: ResourcePair = VGPU) -> dict[str, Any]:
     }
 
 
+def claiming_pod(cluster: Cluster, name: str, claims: list[dict[str, str]]) -> None:
+    """A pod for these nodes that asks for claims (DRA)."""
+    used = [{"name": each["name"]} for each in claims]
+    containers = [{"name": "main", "image": "none", "resources": {"claims": used}}]
+    cluster.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {
+                "containers": containers,
+                "resourceClaims": claims,
+                "nodeSelector": {"made-up": "true"},
+                "tolerations": [{"operator": "Exists"}],
+                "terminationGracePeriodSeconds": 0,
+            },
+        }
+    )
+
+
 def holder(cluster: Cluster, name: str, size: int, node: str, gpu: int, **spec: Any) -> None:
     """A pod that holds a part of one GPU already."""
     chosen = {f"{HINT}0": str(gpu), ASSIGNED: "true"}

@@ -49,7 +49,7 @@ class RealRig(RigBase):
         self._cluster = cluster
         self._run = run
         self._pods: list[PodSpec] = []
-        self._resources: list[tuple[str, str]] = []  # kind and name
+        self._resources: list[tuple[str, str, str]] = []  # kind, namespace and name
         self._labels: set[str] = set()
         self.node_name = cluster.node
         self.kubelet_root = cluster.kubelet_root
@@ -267,7 +267,8 @@ class RealRig(RigBase):
     # Claims
 
     async def create_resource(self, kind: str, item: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._resources.append((kind, item["metadata"]["name"]))
+        metadata = item["metadata"]
+        self._resources.append((kind, metadata.get("namespace", "default"), metadata["name"]))
         return await self._blocking(
             partial(self._cluster.apply, {**item, "apiVersion": RESOURCES, "kind": kind})
         )
@@ -299,9 +300,9 @@ class RealRig(RigBase):
         async with anyio.create_task_group() as group:
             for pod in self._pods:
                 group.start_soon(self.delete_pod, pod)
-        for kind, name in dict.fromkeys(self._resources):
+        for kind, namespace, name in dict.fromkeys(self._resources):
             delete = partial(self._cluster.delete, kind, name, api_version=RESOURCES)
-            await self._blocking(partial(delete, namespace="default"))
+            await self._blocking(partial(delete, namespace=namespace))
         await self._blocking(partial(forget_resources, self._cluster, self._labels))
         await self._wait_known_devices(0)
 

@@ -25,7 +25,16 @@ TOGETHER: Final[Mapping[str, Sequence[str]]] = {
 LONGEST_FIRST: Final = (
     *TOGETHER["default tick"],
     *TOGETHER["installed"],
-    *("test_extender_pods", "test_vgpu", "test_health", "test_mps", "test_caps", "test_skeleton"),
+    *(
+        "test_dra",
+        "test_claims",
+        "test_extender_pods",
+        "test_vgpu",
+        "test_health",
+        "test_mps",
+        "test_caps",
+        "test_skeleton",
+    ),
     *("test_extender", "test_extender_verbs", "test_shares", "test_kubectl_gpu", "test_upgrade"),
 )
 """Files by the seconds that they take; those that are not named take few and come last."""

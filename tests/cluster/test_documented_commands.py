@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.chart.documented import How, Piece, pieces
+from tests.chart.documented import ROOT, How, pieces
+from tests.cluster.build.parts import BUSYBOX_IMAGE
 from tests.cluster.install_fixtures import (  # noqa: F401  fixtures
     audit,
     installation,
@@ -32,15 +33,16 @@ WAITS = {
 }
 
 
-def run(site: Installation, piece: Piece, folder: Path) -> None:
-    """One command as it stands, with the names of this cluster for NODE, POD and the namespace."""
-    text = piece.text.replace("-n gpu-node-agent ", f"-n {NAMESPACE} ")
+def run(site: Installation, page: str, text: str, folder: Path) -> str:
+    """One command as it stands, but for the names of NODE, POD and the namespace; what it writes."""
+    said = text
+    text = said.replace("-n gpu-node-agent ", f"-n {NAMESPACE} ")
     text = text.replace("--namespace gpu-node-agent", f"--namespace {NAMESPACE}")
     words = shlex.split(text)
-    own = f"-n {NAMESPACE} " in text
-    agent = site.ready_agent()["metadata"]["name"]
     names = {"NODE": site.cluster.node, "N": site.cluster.node, "NAMESPACE/POD": "default/waits"}
-    names["POD"] = agent if own else "waits"
+    names["POD"], agent = "waits", ""
+    if words[0] == "gpu-node-agent" or ("POD" in words and f"-n {NAMESPACE} " in text):
+        names["POD"] = agent = site.ready_agent()["metadata"]["name"]
     words = [names.get(word, word).replace("=NODE", f"={site.cluster.node}") for word in words]
     kubectl = str(site.cluster.parts.program("kubectl"))
     if words[0] == "gpu-node-agent" and "explain" in words:
@@ -63,7 +65,8 @@ def run(site: Installation, piece: Piece, folder: Path) -> None:
     )
     # 1 and 3 of `check`: it found something in the way, or could not see it; what it found is on its output.
     codes = (0, 1, 3) if "check" in words and done.stdout else (0,)
-    assert done.returncode in codes, f"{piece.page}: {piece.text}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode in codes, f"{page}: {said}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def wait_in_force(site: Installation, mode: str) -> None:
@@ -91,10 +94,29 @@ def test_documented_commands_work(installation: Installation, tmp_path: Path) ->
             key, given, _ = piece.text.split()[4].partition("=")
             if given:
                 site.cluster.kubectl("label", "node", site.cluster.node, f"{key}-")  # as without it
-        run(site, piece, tmp_path)
+        run(site, piece.page, piece.text, tmp_path)
         if mode := re.search(r"nvidia-device-enable=(pgpu|vgpu|mps)", piece.text):
             wait_in_force(site, mode[1])
         if piece.text.startswith("kubectl apply"):
             name = Path(piece.text.split()[-1]).stem
             site.cluster.delete("Pod", name, grace_seconds=0)
     print(f"{len(found)} documented commands executed")
+
+
+HOUR = ROOT / "docs" / "first-hour.md"
+STEP = re.compile(r"^((?: {4}\S[^\n]*\n)+)\n```text\n(.*?)```", re.MULTILINE | re.DOTALL)
+
+
+def test_first_hour_is_true(installation: Installation, tmp_path: Path) -> None:  # noqa: F811
+    """Each command of the page in its order; what is shown below it is what one sees."""
+    site, text = installation, HOUR.read_text()
+    site.install()
+    for pod in (REPOSITORY / "config" / "examples" / "first-hour").glob("*.yaml"):
+        (tmp_path / pod.name).write_text(re.sub(r"image: \S+", f"image: {BUSYBOX_IMAGE}", pod.read_text()))
+    found = STEP.findall(text)
+    assert sum(len(block.splitlines()) for block, _ in found) == len(re.findall(r"^    ", text, re.MULTILINE))
+    for block, shown in found:
+        commands = block.replace("config/examples/first-hour", str(tmp_path)).split("\n")[:-1]
+        seen = "".join(run(site, HOUR.name, each.strip(), tmp_path).rstrip("\n") + "\n" for each in commands)
+        gaps = [re.escape(each.replace("NODE", site.cluster.node)) for each in shown.split("...")]
+        assert re.fullmatch(".*".join(gaps), seen, re.DOTALL), f"{block}\n{seen}"

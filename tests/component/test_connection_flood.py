@@ -22,6 +22,7 @@ import pytest
 from tests.cluster.agent_process import REPOSITORY
 from tests.cluster.pki import Authority
 from tests.component.agent_runs import run_in
+from tests.pace import scaled
 
 FLOOD = 1100
 SOFT_LIMIT = 1024
@@ -114,7 +115,9 @@ def probe(port: int, path: str = "/healthz") -> tuple[int, float]:
     """Status of a probe on a connection of its own, as the kubelet makes them, and how long it took."""
     began = time.monotonic()
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PROBE_SECONDS) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}{path}", timeout=scaled(PROBE_SECONDS)
+        ) as answer:
             return answer.status, time.monotonic() - began
     except urllib.error.HTTPError as error:
         return error.code, time.monotonic() - began
@@ -123,7 +126,7 @@ def probe(port: int, path: str = "/healthz") -> tuple[int, float]:
 def flood(port: int, begun: bytes, held: ExitStack) -> None:
     """Open connections and leave them in the middle of something."""
     for _ in range(FLOOD):
-        one = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        one = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=scaled(30)))
         with suppress(ConnectionError):  # it had to go already
             one.sendall(begun)
 

@@ -95,11 +95,15 @@ async def test_release_takes_all_gpus_away_and_gives_them_back() -> None:
         code, text = await command(rig, "status")
         assert "RELEASED for" in text
         await rig.kill_agent()
-        await rig.start_agent(QUIET)
-        await anyio.sleep(3)
-        assert not await rig.allocatable()
-        code, text = await command(rig, "release", "--end")
-        assert code == 0, text
+        async with rig.watching_allocatable() as seen:
+            await rig.start_agent(QUIET)
+            with anyio.fail_after(30):
+                while "RELEASED for" not in (await command(rig, "status"))[1]:
+                    await anyio.sleep(0.1)
+            await anyio.sleep(1)
+            assert not any(seen)
+            code, text = await command(rig, "release", "--end")
+            assert code == 0, text
         await rig.wait_allocatable(8)
         code, text = await command(rig, "release", "--for", "soon")
         assert code == 2

@@ -1,5 +1,6 @@
 """The stage of the demo: a machine, a kubelet, a folder, and ways to wait for what was announced."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -149,6 +150,18 @@ class Stage:
             "mps.prestartServer": "false",
             "mps.quitSeconds": "0",
         }
+
+    async def with_cdi(self) -> dict[str, str]:
+        """Write a CDI specification of the GPUs, and the keys that have an agent use it."""
+        folder = self.kubelet.root / "cdi"
+        devices = [
+            {"name": uuid, "containerEdits": {"deviceNodes": [{"path": node}]}}
+            for uuid, node in self.device_nodes().items()
+        ]
+        text = json.dumps({"cdiVersion": "0.6.0", "kind": "nvidia.com/gpu", "devices": devices})
+        await anyio.to_thread.run_sync(lambda: folder.mkdir(exist_ok=True))
+        await anyio.to_thread.run_sync((folder / "nvidia.json").write_text, text)
+        return {"host.cdi": str(folder), "injection.strategy": "cdi"}
 
     def settings(self, more: Mapping[str, str] | None = None) -> settings.Settings:
         """The agent's configuration for this node, with `more` keys. Blocks: call it from a thread."""

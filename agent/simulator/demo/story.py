@@ -9,6 +9,7 @@ from agent.app import run as app
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.health import Health, HealthState
+from agent.simulator.demo.claims import claims
 from agent.simulator.demo.fractions import fractions
 from agent.simulator.demo.mps_pods import mps_shares
 from agent.simulator.demo.screen import Screen
@@ -51,6 +52,7 @@ class Story:
         await fractions(stage, self._screen, number=7)
         await mps_shares(stage, self._screen, number=8)
         await switching(stage, self._screen, number=9)
+        await claims(stage, self._screen, number=10)
 
     def _list_seen(self, resource: str, devices: list[Device]) -> None:
         if resource == GPU:

@@ -3,7 +3,16 @@
 from .api_server import Pod
 from .containers import ContainerView
 from .embedded import EmbeddedKubelet
-from .pod_specs import ContainerSpec, Phase, PodSpec
+from .pod_specs import ContainerSpec, Phase, PodClaim, PodSpec
 from .timings import Timings
 
-__all__ = ["ContainerSpec", "ContainerView", "EmbeddedKubelet", "Phase", "Pod", "PodSpec", "Timings"]
+__all__ = [
+    "ContainerSpec",
+    "ContainerView",
+    "EmbeddedKubelet",
+    "Phase",
+    "Pod",
+    "PodClaim",
+    "PodSpec",
+    "Timings",
+]

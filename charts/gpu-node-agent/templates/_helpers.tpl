@@ -116,6 +116,13 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- if and .Values.vgpu.resizers (include "gna.enforces" .) (include "gna.policies" .) }}true{{ end -}}
 {{- end -}}
 
+{{- /* Name of the driver of claims, in DeviceClasses, slices and rights. */ -}}
+{{- define "gna.draDriver" -}}gpu-node-agent.io{{- end -}}
+
+{{- define "gna.nudges" -}}
+{{- if and .Values.dra.enabled (dig "dra" "nudgePods" true .Values.config) }}true{{ end -}}
+{{- end -}}
+
 {{- define "gna.policies" -}}
 {{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}true{{ end -}}
 {{- end -}}
@@ -127,6 +134,10 @@ modes:
   pgpu: {{ .Values.pgpu.enabled }}
   vgpu: {{ .Values.vgpu.enabled }}
   mps: {{ .Values.mps.enabled }}
+{{- if .Values.dra.enabled }}
+dra:
+  enabled: true
+{{- end }}
 cluster:
   access: required
   extender: {{ .Values.extender.enabled }}

@@ -84,6 +84,12 @@ seccompProfile:
   mountPath: {{ .Values.kubelet.root }}/plugins_registry
 - name: pod-resources
   mountPath: {{ .Values.kubelet.root }}/pod-resources
+{{- if and .Values.dra.enabled (include "gna.hostDriver" .) }}
+# Only where the agent is privileged anyway: the kubelet's record of claims is replaced as a file, and lies there.
+- name: kubelet
+  mountPath: {{ .Values.kubelet.root }}
+  readOnly: true
+{{- end }}
 - name: state
   mountPath: {{ include "gna.state" . }}
 - name: run
@@ -146,6 +152,10 @@ seccompProfile:
   hostPath: {path: {{ printf "%s/plugins_registry" .Values.kubelet.root | quote }}, type: Directory}
 - name: pod-resources
   hostPath: {path: {{ printf "%s/pod-resources" .Values.kubelet.root | quote }}, type: Directory}
+{{- if and .Values.dra.enabled (include "gna.hostDriver" .) }}
+- name: kubelet
+  hostPath: {path: {{ .Values.kubelet.root | quote }}, type: Directory}
+{{- end }}
 - name: state
   hostPath: {path: {{ include "gna.state" . | quote }}, type: DirectoryOrCreate}
 - name: run

@@ -4,8 +4,14 @@
 {{- if and (eq .Release.Namespace "default") (not $v.allowDefaultNamespace) -}}
 {{- fail "the agent needs host folders and should not live beside users' pods: install into a namespace of its own (helm install --namespace gpu-node-agent --create-namespace ...), or set allowDefaultNamespace: true" -}}
 {{- end -}}
-{{- if not (or $v.pgpu.enabled $v.vgpu.enabled $v.mps.enabled) -}}
-{{- fail "pgpu.enabled, vgpu.enabled and mps.enabled are all false: nothing would ever be offered; set at least one to true" -}}
+{{- if not (or $v.pgpu.enabled $v.vgpu.enabled $v.mps.enabled $v.dra.enabled) -}}
+{{- fail "pgpu.enabled, vgpu.enabled, mps.enabled and dra.enabled are all false: nothing would ever be offered; set at least one to true" -}}
+{{- end -}}
+{{- if and $v.dra.enabled (semverCompare "<1.36.5-0" .Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "dra.enabled needs Kubernetes 1.36.5 or newer, which this cluster (%s) is not: set it to false" .Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- if and $v.dra.extendedResource (not (and $v.dra.enabled $v.dra.classes)) -}}
+{{- fail "dra.extendedResource is a field of the DeviceClass gpu-whole: set dra.enabled and dra.classes to true" -}}
 {{- end -}}
 {{- if and $v.simulator.enabled $v.mps.enabled -}}
 {{- fail "simulator.enabled and mps.enabled are both true, and there is no simulated MPS on a node: set one of them to false" -}}
@@ -33,10 +39,10 @@
 {{- fail (printf "config.%s follows from other values of this chart: use pgpu.enabled, vgpu.enabled, mps.enabled, port or simulator instead" $key) -}}
 {{- end -}}
 {{- end -}}
-{{- range $block, $keys := dict "kubelet" (list "root" "devicePlugins") "driver" (list "root" "devRoot") "host" (list "state" "run" "cdi" "cgroups" "sysfs") "cluster" (list "nodeName" "kubeconfig") -}}
+{{- range $block, $keys := dict "kubelet" (list "root" "devicePlugins") "driver" (list "root" "devRoot") "host" (list "state" "run" "cdi" "cgroups" "sysfs") "cluster" (list "nodeName" "kubeconfig") "dra" (list "enabled") -}}
 {{- range $key := $keys -}}
 {{- if hasKey (dig $block dict $v.config) $key -}}
-{{- $value := get (dict "kubelet.root" "kubelet.root" "kubelet.devicePlugins" "kubelet.devicePlugins" "driver.root" "driver.hostRoot" "driver.devRoot" "driver.devRoot" "host.state" "host.state") (printf "%s.%s" $block $key) -}}
+{{- $value := get (dict "dra.enabled" "dra.enabled" "kubelet.root" "kubelet.root" "kubelet.devicePlugins" "kubelet.devicePlugins" "driver.root" "driver.hostRoot" "driver.devRoot" "driver.devRoot" "host.state" "host.state") (printf "%s.%s" $block $key) -}}
 {{- fail (printf "config.%s.%s must fit the mounts of the DaemonSet, so the chart sets it: %s" $block $key ($value | empty | ternary "take it out" (printf "use the value %s" $value))) -}}
 {{- end -}}
 {{- end -}}
@@ -59,7 +65,7 @@
 {{- end -}}
 {{- $mode := dig "defaultMode" "none" $v.config -}}
 {{- $layouts := dig "layouts" dict $v.config -}}
-{{- $words := concat (list "none" "disable" "pgpu" "vgpu" "mps") (keys $layouts | sortAlpha) -}}
+{{- $words := concat (list "none" "disable" "pgpu" "vgpu" "mps" "dra") (keys $layouts | sortAlpha) -}}
 {{- if not (has $mode $words) -}}
 {{- fail (printf "config.defaultMode is %s, which is neither a mode nor a layout of config.layouts: use one of %s" $mode (join ", " $words)) -}}
 {{- end -}}
@@ -73,12 +79,12 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range $name := list "pgpu" "vgpu" "mps" "none" "disable" "enable" "pgpu-dra" "switching" -}}
+{{- range $name := list "pgpu" "vgpu" "mps" "dra" "none" "disable" "enable" "pgpu-dra" "switching" -}}
 {{- if hasKey $layouts $name -}}
 {{- fail (printf "config.layouts.%s has the name of a mode or a word with a meaning of its own: call the layout otherwise" $name) -}}
 {{- end -}}
 {{- end -}}
-{{- range $name := list "pgpu" "vgpu" "mps" -}}
+{{- range $name := list "pgpu" "vgpu" "mps" "dra" -}}
 {{- if and (eq $mode $name) (not (get $v $name).enabled) -}}
 {{- fail (printf "config.defaultMode is %s, but %s.enabled is false: switch the mode on, or choose another default" $name $name) -}}
 {{- end -}}

@@ -148,7 +148,7 @@ async def test_a_node_out_of_inotify_instances(folder: Path, monkeypatch: pytest
         await anyio.sleep(0.3)
         assert endpoint.service.stats.streams_opened == 1  # it does not take that for a lost socket
         await anyio.to_thread.run_sync(endpoint.path.unlink)
-        await eventually(lambda: endpoint.service.stats.streams_opened == 2)
+        await eventually(lambda: endpoint.service.stats.streams_opened > 1)
 
 
 async def test_the_agent_is_there_before_the_kubelet_ever_was(folder: Path) -> None:
@@ -201,17 +201,22 @@ async def test_the_socket_of_a_dead_agent_is_replaced(folder: Path) -> None:
 async def test_a_kubelet_that_drops_our_stream_and_lives_is_made_to_find_us_again(folder: Path) -> None:
     kubelet = _kubelet(folder)
     async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
-        for life in range(1, 4):
-            await eventually(lambda: endpoint.service.stats.streams_opened == life)  # noqa: B023
-            await eventually(lambda: _listed(kubelet))
+        stats = endpoint.service.stats
+        for _ in range(3):
+            await eventually(lambda: endpoint.registered and _listed(kubelet))
+            opened = stats.streams_opened
             assert kubelet._life is not None
             kubelet._life._plugins.disconnect(GPU)
-            await eventually(lambda: not endpoint.registered)
+            await eventually(lambda: stats.streams_opened > opened)  # noqa: B023
         await eventually(lambda: _listed(kubelet))
 
 
-async def test_short_gaps_between_streams_do_not_touch_the_socket(folder: Path) -> None:
+async def test_short_gaps_between_streams_do_not_touch_the_socket(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kubelet that listens again soon enough finds the same socket."""
+    monkeypatch.setattr(endpoint_module, "SILENCE_SECONDS", 60.0)  # a busy machine's gaps are short beside it
+    monkeypatch.setattr(endpoint_module, "ASKED_SECONDS", 60.0)
     (folder / "plugins_registry").mkdir()
     async with _life(_endpoint(folder)) as endpoint:
         await eventually(endpoint.path.exists)
