@@ -27,13 +27,14 @@ from agent.model.pod import Pod
 from agent.model.resource_claim import GROUP, HeldClaim, ResourceClaim
 from agent.modes.cordons import CORDONED
 from agent.modes.switch_state import STARTING, SwitchState
-from agent.modes.wing import SetUpFailed, Wing
+from agent.modes.wing import NotYet, SetUpFailed, Wing
 from agent.pairing.pod_access import PodSource, PodsUnavailable
 
 log = structlog.get_logger()
 
 PREPARE_SECONDS = 40.0  # the kubelet gives a call up after 45
 CALL_SECONDS = 2.0
+LOOK_SECONDS = 0.1
 
 Answers = dict[str, Sequence[PreparedShare] | str]
 
@@ -147,6 +148,8 @@ class ClaimPreparer:
                 self.asked_pods[each.uid] = None
             while len(self.asked_pods) > 1024:
                 del self.asked_pods[next(iter(self.asked_pods))]
+            with anyio.CancelScope(deadline=deadline):  # an agent that starts knows no GPU yet
+                await self._inventory.wait_for(lambda now: bool(now.gpus))
             held[name.uid] = asked(claim, name.uid, self.pool, self._bounds())
         except ClaimRefused as error:
             answers[name.uid] = str(error)
@@ -226,11 +229,16 @@ class ClaimPreparer:
                 for uuid in sorted(claim.gpus):
                     self._given(claim, uuid, known=known)
                 await self._ledger.enter(claim)
-                entered = True
+                entered, why = True, ""
                 for uuid in sorted(claim.gpus):
                     await self._switched(claim, uuid, known=known)
-                answers[claim.uid] = self._answer(claim, pods)
-                done = True
+                while not done:
+                    try:
+                        answers[claim.uid] = self._answer(claim, pods)
+                        done = True
+                    except NotYet as error:  # a daemon that has just ended is started again
+                        why = str(error)
+                        await anyio.sleep(LOOK_SECONDS)
         except (ClaimRefused, SetUpFailed) as error:
             answers[claim.uid] = str(error)
         finally:

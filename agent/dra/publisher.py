@@ -77,6 +77,7 @@ class SlicePublisher:
         selector = {"fieldSelector": f"spec.nodeName={node}"}
         self.reflector = Reflector(api, PATH, selector, Published, "slices")
         self._answers: dict[str, tuple[Document, Document]] = {}  # what was sent last, and what came of it
+        self._devices: dict[str, Document] = {}  # as published last, by name
         self._leaving: dict[str, float] = {}  # since when GPUs are tainted because they leave
         self._supported = False
         self._told: set[str] = set()
@@ -149,8 +150,12 @@ class SlicePublisher:
         await self._offers.look(self._sysfs)
         offered = self._offers.now()
         staying = {each.gpu.uuid for each in offered}
-        devices = [device for each in ours.values() for device in each.devices]
-        kept = await self._kept([each for each in devices if not gpus_of([each]) <= staying])
+        # Those of a GPU that leaves are put back, too, where somebody takes the slices away.
+        self._devices |= {device["name"]: device for each in ours.values() for device in each.devices}
+        left = [each for each in self._devices.values() if not gpus_of([each]) <= staying]
+        kept = await self._kept(left)
+        self._devices = {each["name"]: each for each in self._devices.values() if each not in left}
+        self._devices |= {each["name"]: each for each in kept}
         wanted = contents(self._node, offered, self._offers.driver(), kept)
         self._list(frozenset(staying) | gpus_of(kept))
         uid, _ = self._node_facts()
@@ -178,6 +183,7 @@ class SlicePublisher:
             self._hindered(problem)
             for name in self._found()[0]:  # without the fields that keep devices apart
                 await self._delete(name)
+            self._list(frozenset(), shrink=True)
         self._supported = not problem
         return self._supported
 

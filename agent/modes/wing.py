@@ -38,6 +38,10 @@ class SetUpFailed(Exception):
     """A mode could not be set up on a GPU; the text names cause and remedy."""
 
 
+class NotYet(SetUpFailed):
+    """The same, and it may come right by itself."""
+
+
 class NotLeft(Exception):
     """Something of a mode is still on the node; the text says what, and why."""
 

@@ -19,7 +19,7 @@ from agent.model.holding import Holder
 from agent.model.look import Look
 from agent.model.modes import Mode
 from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
-from agent.modes.wing import Document, Machine, Node, NotLeft, SetUpFailed, Task, Wing
+from agent.modes.wing import Document, Machine, Node, NotLeft, NotYet, SetUpFailed, Task, Wing
 from agent.mps import leaving, plugin
 from agent.mps.binary import finder_of
 from agent.mps.clients import ClientWatch, Overview
@@ -158,7 +158,7 @@ class MpsWing(Wing):
         """The GPU, its daemon's sockets, and the caps: a claim's containers get them by CDI or not at all."""
         uuid = share.gpu
         if why := self.unclaimable() or self._manager.unready(uuid):
-            raise SetUpFailed(f"GPU {uuid} serves no MPS shares now: {why}")
+            raise NotYet(f"GPU {uuid} serves no MPS shares now: {why}")
         if check := self._root_check:
             if not holders:
                 raise SetUpFailed("whose claim it is is not known, and mps.rootPods refuses root")

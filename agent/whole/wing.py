@@ -8,7 +8,7 @@ from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.claim_device import ClaimedShare
 from agent.model.holding import Holder
 from agent.model.modes import Mode
-from agent.modes.wing import Node, SetUpFailed, Wing
+from agent.modes.wing import Node, NotYet, Wing
 from agent.whole.plugin import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 
 
@@ -51,5 +51,5 @@ class WholeWing(Wing):
 
     def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:  # noqa: ARG002
         if why := self.unclaimable():
-            raise SetUpFailed(why)
+            raise NotYet(why)
         return (self._injector.claim_device(share.gpu),)

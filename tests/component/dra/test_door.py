@@ -168,6 +168,9 @@ async def test_two_doors_and_a_gpu_that_moves_between_them() -> None:
         await anyio.to_thread.run_sync(node.mode_file.write_text, "pgpu\n")
         first = rig.gpu_uuids()[0]
         await seen(lambda: taints(rig, first, SHARES) == [("unavailable", "leaving")])
+        for each in slices(rig):  # as a kubelet that restarts does
+            rig.kubelet.api.resources.delete("resourceslices", ("", each["metadata"]["name"]))
+        await seen(lambda: bool(devices(rig)) and taints(rig, first, SHARES) == [("unavailable", "leaving")])
         late = asking("late", WHOLE_GPUS)
         await rig.create_pod(late)
         await anyio.sleep(1)
