@@ -18,7 +18,7 @@ CLUSTER_WORKERS ?= $(shell workers=$$(((3 * $(CORES) + 1) / 2)); echo $$((worker
 # itself would run in a dry run, too.
 TOGETHER := $(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=4
 
-.PHONY: help check demo test test-long fuzz storm test-cluster test-gpu bench lint ruff types contracts tests-of-changes \
+.PHONY: help check demo test test-long fuzz storm test-cluster test-peers test-gpu bench lint ruff types contracts tests-of-changes \
 	format proto docs pictures lock image chart clean venv venv-runtime
 
 help: ## list the verbs
@@ -66,6 +66,11 @@ test-cluster: venv ## the scenarios on a real kubelet and containerd (says what 
 	@mkdir -p build
 	$(PYTHON_IN_VENV) -m tests.cluster.build
 	$(PYTHON_IN_VENV) -m pytest -n $(CLUSTER_WORKERS) tests/cluster --junitxml=build/cluster.xml
+
+test-peers: venv ## Kueue and Karpenter beside the extender (says what it builds first, and for how long)
+	@mkdir -p build
+	$(PYTHON_IN_VENV) -m tests.cluster.build peers
+	$(PYTHON_IN_VENV) -m pytest tests/peers --junitxml=build/peers.xml
 
 test-gpu: venv ## everything that needs a real GPU; VGPU_TABLE=page of shares (default in build), TABLE=page of MPS, too
 	@mkdir -p build

@@ -1,19 +1,23 @@
 """The version of what is built from this tree: that of agent/__init__.py, between releases with the commit.
 
 There `0.3.0.dev0` stands until 0.3.0 is made. A build of commit 1a2b3c4d5e is then `0.3.0.devN+g1a2b3c4d5e`,
-N commits after the line was written; what was changed since that commit follows as a digest. Without git (an
-unpacked archive) it is the written one. Standard library only: hatchling runs this file, too.
+N commits after the line was written; changes since that commit, new files included, follow as a digest, and
+`.shallow` where the clone ends before that line and N counts from its end. Without git (an unpacked archive)
+it is the written one. Standard library only: hatchling runs this file, too.
 """
 
 import hashlib
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(os.environ.get("RELEASE_ROOT") or Path(__file__).resolve().parents[1])
 WRITTEN = Path("agent/__init__.py")
 LINE = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
+# What images and charts are made of: a file that git does not know is in them, too.
+BUILT_OF = ("agent", "charts", ".ci")
 DEVELOPMENT = re.compile(r"(\d+\.\d+\.\d+)\.dev(\d+)(?:\+([0-9a-z.]+))?")
 
 
@@ -35,11 +39,25 @@ def package(root: Path = ROOT) -> str:
         began = _git(root, "log", "-1", "--format=%H", "-G^__version__", "--", str(WRITTEN)).strip()
         commits = _git(root, "rev-list", "--count", f"{began}..HEAD").strip()
         commit = _git(root, "rev-parse", "--short=10", "HEAD").strip()
-        changes = _git(root, "diff", "HEAD")
+        changes = _git(root, "diff", "HEAD") + "".join(_new(root))
+        shallow = began in _boundary(root)
     except (OSError, subprocess.SubprocessError):
         return said
     changed = f".d{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else ""
-    return f"{said.removesuffix('0')}{commits}+g{commit}{changed}"
+    return f"{said.removesuffix('0')}{commits}+g{commit}{'.shallow' if shallow else ''}{changed}"
+
+
+def _new(root: Path) -> Iterator[str]:
+    """Files of the build that are in no commit: name and digest."""
+    listed = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *BUILT_OF)
+    for name in filter(None, listed.split("\0")):
+        yield f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n"
+
+
+def _boundary(root: Path) -> list[str]:
+    """The commits where a shallow clone ends, whose parents it does not have."""
+    file = root / _git(root, "rev-parse", "--git-path", "shallow").strip()
+    return file.read_text().split() if file.exists() else []
 
 
 def semantic(version: str) -> str:

@@ -61,7 +61,9 @@ async def build(
     tasks.start("attribution", containers.run)
     pods, recorder = follow_cluster(cluster, settings, core.holdings, tasks)
     injector, keeper = await build_cdi.build_cdi(core)
-    await anyio.to_thread.run_sync(injector.look, None)
+    await injector.update(None)
+    if injector.companions:
+        tasks.start("companion devices", injector.watch_companions)
     if cluster:
         tasks.start("injection", follow_node_software, cluster.node, injector)
     with anyio.move_on_after(FIRST_LOOK_SECONDS):
@@ -95,7 +97,7 @@ async def build(
     door = await _door(node, wings, core)
     requests = door.requests if door else None
     switching = await build_switching(
-        core, tasks, monitor, request, wings, assignment, grown, sampler, requests
+        core, tasks, monitor, request, wings, assignment, grown, sampler, injector.lacks, requests
     )
     written = switching.node.writers if switching.node else {}
     collectors: list[Collector] = [

@@ -7,8 +7,8 @@ import anyio.to_thread
 import structlog
 
 from agent.app.parts import Core, Tasks
+from agent.injection import companions, toolkit
 from agent.injection import hook as programs
-from agent.injection import toolkit
 from agent.injection.inject import Injector
 from agent.injection.keeper import SpecificationKeeper
 from agent.telemetry import definitions as d
@@ -35,6 +35,7 @@ async def build_cdi(core: Core) -> tuple[Injector, SpecificationKeeper | None]:
         Path(root),
         Path(configured.host_driver_root or root),
         Path(settings.host.state) / programs.FOLDER,
+        companions.wanted(configured),
     )
     keeper = SpecificationKeeper(
         Path(settings.host.cdi),
@@ -50,7 +51,7 @@ async def keep_true(keeper: SpecificationKeeper, injector: Injector, tasks: Task
     """Make the specification before the first list is sent, if it does not take too long, and keep it."""
     with anyio.move_on_after(FIRST_SECONDS):
         await keeper.keep()
-    await anyio.to_thread.run_sync(injector.look, injector.software)
+    await injector.update(injector.software)
 
     async def look_again() -> None:
         async for _ in keeper.devices.values():

@@ -17,7 +17,7 @@ from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.growth import Growth, Place
 from agent.model.modes import Assignment
 from agent.modes.resources import ResourceSet
-from agent.node import holders_annotation, inventory_annotation
+from agent.node import holders_annotation, inventory_annotation, scale_down
 from agent.node.capacity import Capacity, KubeletMute, Offer
 from agent.node.conditions import NodeStateWriter
 from agent.node.inherited import Inherited
@@ -74,15 +74,25 @@ def build_node(
 def _report(
     core: Core, node: OwnNode, assignment: Cell[Assignment], annotations: Cell[Mapping[str, str]]
 ) -> NodeStateWriter:
-    settings, switch, inventory = core.settings, core.readiness.switch, core.inventory.snapshot
+    settings, inventory, record = core.settings, core.inventory.snapshot, core.holdings.cell
     fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
 
     def labels(present: Mapping[str, str]) -> Mapping[str, str]:
         found = labels_of(inventory.value, assignment.value, present) if settings.node_labels else {}
         return {**found, **fixed}
 
-    cells = (inventory, assignment)
-    return NodeStateWriter(node, switch, labels=labels, annotations=annotations, wake_on=cells)
+    def changes(present: Mapping[str, str]) -> Mapping[str, str | None]:
+        guarded = settings.cluster.scale_down_guard
+        return scale_down.wanted(present, scale_down.holds_unseen(record.value) if guarded else False)
+
+    return NodeStateWriter(
+        node,
+        core.readiness.switch,
+        labels=labels,
+        annotations=annotations,
+        changes=changes,
+        wake_on=(inventory, assignment, record),
+    )
 
 
 def start_node(

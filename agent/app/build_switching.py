@@ -73,6 +73,7 @@ async def build_switching(
     assignment: Cell[Assignment],
     grown: Cell[Mapping[Place, Growth]],
     sampler: Sampler,
+    lacks: Cell[str],
     claims: ClaimRequests | None = None,
 ) -> Switching:
     """Make the parts; `start_switching` starts their tasks."""
@@ -87,7 +88,7 @@ async def build_switching(
         return Endpoint(plugin, root, settings.device_plugins_folder, record.allocated, lambda: record.began)
 
     resources = ResourceSet(
-        {mode: wing.plugins() for mode, wing in wings.items()},
+        {mode: wing.plugins for mode, wing in wings.items()},
         readiness.endpoints,
         endpoint_of,
         core.supervisor,
@@ -119,6 +120,7 @@ async def build_switching(
         cordons=in_force,
         lingering=lingering,
         unexplained=unexplained,
+        lacks=lacks,
         claims=claims,
     )
     upgrade = None

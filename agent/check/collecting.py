@@ -1,6 +1,6 @@
-"""`gpu-node-agent check nodes`: the findings of a preflight DaemonSet's pods, node by node (`helm test`)."""
+"""`gpu-node-agent check nodes`: the findings of preflight DaemonSets' pods, node by node (`helm test`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -42,13 +42,16 @@ class Round:
         return self.wanted is not None and len(self.ended) >= self.wanted
 
 
-async def collect(api: KubeApi, namespace: str, daemonset: str, seconds: float, say: Say) -> int:
-    """Wait until each pod has looked at its node, and report all; the exit code. Raises ApiError."""
+async def collect(api: KubeApi, namespace: str, daemonsets: Sequence[str], seconds: float, say: Say) -> int:
+    """Wait until each pod has looked at its node, and report all; the exit code. Raises ApiError.
+
+    `daemonsets`: one for each pool of nodes; no node is of two.
+    """
     found = Round(None, {}, {})
     with anyio.move_on_after(seconds):
         while not found.complete:
             try:
-                found = await _look(api, namespace, daemonset)
+                found = await _look(api, namespace, daemonsets)
             except ApiUnavailable as error:
                 say(f"asks again: {error}")
             if not found.complete:
@@ -74,23 +77,25 @@ def _result(found: Round, say: Say) -> int:
     return NOT_SEEN if codes == {NOT_SEEN} and found.complete else WRONG
 
 
-async def _look(api: KubeApi, namespace: str, daemonset: str) -> Round:
-    path = f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{daemonset}"
-    owner = msgspec.json.decode(await api.get(path), type=_DaemonSet)
+async def _look(api: KubeApi, namespace: str, daemonsets: Sequence[str]) -> Round:
+    folder = f"/apis/apps/v1/namespaces/{namespace}/daemonsets"
+    owners = [msgspec.json.decode(await api.get(f"{folder}/{each}"), type=_DaemonSet) for each in daemonsets]
+    uids = {each.metadata.uid for each in owners}
     query = {"labelSelector": "app.kubernetes.io/component=preflight"}
     pods = msgspec.json.decode(await api.get(f"/api/v1/namespaces/{namespace}/pods", query), type=ShownPods)
     ended: dict[str, ContainerEnd] = {}
     waiting: dict[str, str] = {}
     for pod in pods.items:
         # A DaemonSet of the same name before this one may still have pods.
-        if owner.metadata.uid not in {each.uid for each in pod.metadata.owner_references}:
+        if uids.isdisjoint(each.uid for each in pod.metadata.owner_references):
             continue
         if state := _ended(pod):
             ended[pod.spec.node_name] = state
         else:
             waiting[pod.spec.node_name or pod.metadata.name] = reasons_of(pod.status)
-    seen = owner.status.observed_generation >= owner.metadata.generation
-    return Round(owner.status.desired_number_scheduled if seen else None, ended, waiting)
+    seen = all(each.status.observed_generation >= each.metadata.generation for each in owners)
+    wanted = sum(each.status.desired_number_scheduled for each in owners)
+    return Round(wanted if seen else None, ended, waiting)
 
 
 def _ended(pod: ShownPod) -> ContainerEnd | None:

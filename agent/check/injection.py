@@ -8,6 +8,7 @@ from agent.check.host import HostFiles
 from agent.check.own_specification import Own
 from agent.check.runtime_files import Runtimes, runtimes, toolkit_version
 from agent.check.software import CheckedNode
+from agent.injection.companions import device_root, lacking, wanted
 from agent.injection.inject import cdi_problem, choose, toolkit_devices
 from agent.injection.specification import Devices
 from agent.kit.inside import inside
@@ -73,6 +74,19 @@ def look_at_injection(way: Way) -> Iterator[Look]:
     yield _toolkit(way, unneeded)
     yield Look.ok("default runtime", unneeded) if unneeded else _runtime(way)
     yield _cdi(way)
+    yield from _companions(way.settings)
+
+
+def _companions(settings: Settings) -> Iterator[Look]:
+    found = wanted(settings.injection)
+    if not found:
+        return
+    root = device_root(Path(settings.injection.driver_root or settings.driver.root))
+    subject = "devices beside GPUs"
+    if text := lacking(root, found):
+        yield Look.failed(subject, text)
+    else:
+        yield Look.ok(subject, f"those of {', '.join(f'injection.{each.key}' for each in found)} are there")
 
 
 def _toolkit(way: Way, unneeded: str | None) -> Look:
@@ -110,10 +124,10 @@ def _runtime(way: Way) -> Look:
         found = Runtimes("its defaults, without a configuration file", "runc")
     if found.unread:
         return Look.unknown(subject, _unread(found))
-    if found.default == "nvidia":
-        return Look.ok(subject, f"nvidia, by {found.file}")
+    if found.default.startswith("nvidia"):  # AKS calls it nvidia-container-runtime
+        return Look.ok(subject, f"{found.default}, by {found.file}")
     seen = f"{found.default} by {found.file}"
-    if "nvidia" in found.names:
+    if any(name.startswith("nvidia") for name in found.names):
         return Look.warning(
             subject,
             f"{seen}: pods get their GPUs only if they name a RuntimeClass that leads to the runtime nvidia; "

@@ -8,6 +8,7 @@ import anyio.to_thread
 
 from agent.check.host import HostFiles
 from agent.injection import hook as programs
+from agent.injection.companions import wanted
 from agent.injection.specification import FILE, BadSpecification, CdiError, Devices, parse
 from agent.injection.toolkit import MOST_BYTES, Places, Toolkit
 from agent.kit import small_file
@@ -40,7 +41,7 @@ async def own_specification(settings: Settings, host: HostFiles) -> Own:
         return Own(True, Devices(problem=f"{missing}; use an image that holds them (injection.toolkit)"))
     hook = Path(settings.host.state) / programs.FOLDER
     root = Path(injection.driver_root or settings.driver.root)
-    places = Places(folder, root, Path(injection.host_driver_root or root), hook)
+    places = Places(folder, root, Path(injection.host_driver_root or root), hook, wanted(injection))
     try:
         made = await Toolkit(places).specification(hook / programs.HOOK)
     except CdiError as error:

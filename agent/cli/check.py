@@ -61,9 +61,9 @@ def add_commands(check: argparse.ArgumentParser) -> None:
         help="also write all findings but ok, and the last line, there",
     )
     # For the chart's test: without `help`, none lists it.
-    nodes = parts.add_parser("nodes", description="The findings of a preflight DaemonSet's pods (helm test).")
-    nodes.add_argument("--namespace", required=True, help="of the DaemonSet")
-    nodes.add_argument("--daemonset", required=True, metavar="NAME")
+    nodes = parts.add_parser("nodes", description="The findings of preflight DaemonSets' pods (helm test).")
+    nodes.add_argument("--namespace", required=True, help="of the DaemonSets")
+    nodes.add_argument("--daemonset", required=True, action="append", metavar="NAME", help="for each pool")
     nodes.add_argument("--timeout", type=float, default=120.0, help="seconds (default: 120)")
     nodes.set_defaults(command=_nodes)
     node.set_defaults(command=_node)

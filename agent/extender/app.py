@@ -225,7 +225,7 @@ async def running(settings: ExtenderSettings, connected: KubeApi | None = None) 
             remedy = "mount a certificate, or set tls.port: null"
             extender.certificates = await anyio.to_thread.run_sync(Certificates, files, remedy)
             context = extender.certificates.context
-            allowed = AllowedNames(settings.tls.client_names)
+            allowed = AllowedNames(settings.tls.client_names, settings.tls.simulate_names)
             extender.https = HttpServer(
                 settings.http.address, settings.tls.port, context, TLS_LIMITS, allowed.refusal
             )

@@ -3,7 +3,9 @@
 The API server copies a Binding's annotations onto the pod together with the node's name.
 """
 
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,12 +22,18 @@ from agent.extender.objects import WatchedPod, as_model, decode_pod, owner_of
 from agent.extender.pod_demand import PodDemand, annotations_of, pod_demand
 from agent.extender.scheduler_protocol import BindingArgs
 from agent.extender.times import BIND_SECONDS
+from agent.kit.cell import Cell
 from agent.model.demand import Impossible
 from agent.model.placement import HINT_NODE, HINT_TIME, PlacementPolicy, policy_of
 
 log = structlog.get_logger()
 
 CONFLICT = 409
+# For the binding of a replica, whose call comes a few milliseconds after it was ranked. Where it waits for
+# volumes or the rest of a group this is in vain: a few times in a row, and once a second in the long run.
+SIBLING_SECONDS = 0.2
+MOST_IN_VAIN = 5.0
+OWNERS = 256  # whose last replica is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,10 @@ class Binder:
         self.gangs = Gangs(fleet, gang_seconds, anyio.current_time)
         self._record = record
         self._spread_replicas = spread_replicas
+        self._ranked: OrderedDict[str, str] = OrderedDict()  # by owner, the replica that was ranked last
+        self._chosen = Cell(None)  # published with each choice
+        self._patience = MOST_IN_VAIN  # one more comes with each second
+        self._counted = -math.inf
         self._api = api
         self._fleet = fleet
         self._policy = policy
@@ -73,6 +85,26 @@ class Binder:
         model = as_model(pod)
         owner = owner_of(pod) if self._spread_replicas else ""
         return PodRequest(pod_demand(model), policy_of(model, self._policy), owner)
+
+    async def siblings_known(self, owner: str, uid: str) -> None:
+        """Wait for the binding of the owner's replica that was ranked before this one.
+
+        kube-scheduler binds a pod while it filters the next: of several replicas that come at once each would
+        be ranked before the ledger knows where the former went.
+        """
+        former = self._ranked.pop(owner, uid)
+        self._ranked[owner] = uid
+        if len(self._ranked) > OWNERS:
+            self._ranked.popitem(last=False)
+        now = anyio.current_time()
+        self._patience = min(MOST_IN_VAIN, self._patience + now - self._counted)
+        self._counted = now
+        if former == uid or self._patience < 1:
+            return
+        with anyio.move_on_after(SIBLING_SECONDS) as scope:
+            while self._fleet.where(former) is None:
+                await self._chosen.wait_change(self._chosen.version)
+        self._patience -= scope.cancelled_caught
 
     async def record(self) -> None:
         """Write what is kept for gangs. Raises NotRecorded."""
@@ -90,6 +122,7 @@ class Binder:
         if not self._holds():
             raise NotBound("this extender is not the leader any more; try again")
         self._fleet.assume(binding.pod_uid, binding.node, claim, anyio.current_time() + self._seconds)
+        self._chosen.publish(None)
         # Until the answer is here it may have been done: also when the caller hangs up meanwhile.
         self._open.add(binding.pod_uid)
         try:

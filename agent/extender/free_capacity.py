@@ -88,14 +88,15 @@ def _capacity(mode: Mode, gpus: tuple[FreeGpu, ...]) -> ModeCapacity:
 
 def free_capacity(inventory: NodeInventory, claims: Iterable[PodClaim]) -> FreeCapacity:
     """Free units of every GPU. A pod whose GPUs are not known is counted on each that it may be on."""
-    tallies = {gpu.index: _Tally(gpu) for gpu in inventory.gpus if gpu.mode in PAIRS}
-    by_uuid = {tally.gpu.uuid: tally for tally in tallies.values()}
+    tallies, offered = _tallies(inventory)
+    by_uuid: dict[str, _Tally] | None = None
     units = 0
     suspects: list[Slot] = []
     unknown = 0
     for claim in claims:
         units += claim.demand.gpus
         if claim.held is not None:
+            by_uuid = by_uuid or {tally.gpu.uuid: tally for tally in tallies.values()}
             for held in claim.held:
                 if tally := by_uuid.get(held.uuid):
                     tally.take(held.cores, held.blocks, held.clients)
@@ -109,22 +110,52 @@ def free_capacity(inventory: NodeInventory, claims: Iterable[PodClaim]) -> FreeC
         for tally in tallies.values():
             if tally.gpu.mode is slot.mode:
                 tally.suspect(slot)
-    offered = sum(gpu.replicas for gpu in inventory.gpus if gpu.mode is Mode.PGPU and gpu.usable)
-    usable = [tally for tally in tallies.values() if tally.gpu.usable]
-    modes = dict.fromkeys(tally.gpu.mode for tally in usable)
+    usable, out = _by_mode(tallies.values())
     return FreeCapacity(
-        tuple(
-            _capacity(mode, tuple(each.free() for each in usable if each.gpu.mode is mode)) for mode in modes
-        ),
-        tuple(
-            (tally.gpu.mode, tally.free(), "unhealthy" if tally.gpu.trouble else "draining")
-            for tally in tallies.values()
-            if not tally.gpu.usable
-        ),
+        tuple(_capacity(mode, tuple(gpus)) for mode, gpus in usable),
+        tuple(out),
         max(0, offered - units),
         offered,
         unknown,
     )
+
+
+def _by_mode(
+    tallies: Iterable["_Tally"],
+) -> tuple[list[tuple[Mode, list[FreeGpu]]], list[tuple[Mode, FreeGpu, str]]]:
+    """Usable GPUs by mode, of which a node has one or two, and those that are not offered, with why."""
+    usable: list[tuple[Mode, list[FreeGpu]]] = []
+    out: list[tuple[Mode, FreeGpu, str]] = []
+    for tally in tallies:
+        mode = tally.gpu.mode
+        if not tally.gpu.usable:
+            out.append((mode, tally.free(), "unhealthy" if tally.gpu.trouble else "draining"))
+            continue
+        gpus = next((found for known, found in usable if known is mode), None)
+        if gpus is None:
+            usable.append((mode, gpus := []))
+        gpus.append(tally.free())
+    return usable, out
+
+
+def _tallies(inventory: NodeInventory) -> tuple[dict[int, "_Tally"], int]:
+    """GPUs that are offered by parts, by index; and whole ones and time slices, as many as are offered.
+
+    Neighbours are mostly alike, and a mode's hash and a GPU's blocks cost more than a look at the last one.
+    """
+    found: dict[int, _Tally] = {}
+    offered = 0
+    mode, pair, memory, blocks = None, None, -1, 0
+    for gpu in inventory.gpus:
+        if gpu.mode is not mode:
+            mode, pair, memory = gpu.mode, PAIRS.get(gpu.mode), -1
+        if pair:
+            if gpu.memory_mib != memory:
+                memory, blocks = gpu.memory_mib, gpu.blocks
+            found[gpu.index] = _Tally(gpu, blocks, pair.whole_gpus)
+        elif mode is Mode.PGPU and gpu.usable:
+            offered += gpu.replicas
+    return found, offered
 
 
 def _hold(tallies: Mapping[int, "_Tally"], slots: Sequence[Slot], chosen: Chosen) -> None:
@@ -135,17 +166,18 @@ def _hold(tallies: Mapping[int, "_Tally"], slots: Sequence[Slot], chosen: Chosen
 
 
 class _Tally:
-    __slots__ = ("blocks", "clients", "cores", "gpu", "shut", "touched")
+    __slots__ = ("all_blocks", "blocks", "clients", "cores", "gpu", "shut", "touched", "whole_gpus")
 
-    def __init__(self, gpu: GpuEntry) -> None:
+    def __init__(self, gpu: GpuEntry, all_blocks: int, whole_gpus: bool) -> None:
         self.gpu = gpu
+        self.all_blocks, self.whole_gpus = all_blocks, whole_gpus
         self.cores, self.blocks, self.clients = gpu.grown_cores, 0, 0
         self.touched, self.shut = gpu.grown_cores > 0, False
 
     def take(self, cores: int, blocks: int, clients: int) -> None:
         self.touched = True
         # A container with all the cores has the GPU to itself, whatever memory it asked for.
-        self.shut |= cores >= CORES and PAIRS[self.gpu.mode].whole_gpus
+        self.shut |= cores >= CORES and self.whole_gpus
         self.cores += cores
         self.blocks += blocks
         self.clients += clients
@@ -166,13 +198,9 @@ class _Tally:
     def free(self) -> FreeGpu:
         gpu = self.gpu
         if self.shut:
-            return FreeGpu(gpu.uuid, gpu.index, 0, 0, gpu.blocks, untouched=False, clients=0)
-        return FreeGpu(
-            gpu.uuid,
-            gpu.index,
-            max(0, CORES - self.cores),
-            max(0, gpu.blocks - self.blocks),
-            gpu.blocks,
-            untouched=not self.touched,
-            clients=max(0, gpu.clients - self.clients) if gpu.clients else UNLIMITED,
-        )
+            return FreeGpu(gpu.uuid, gpu.index, 0, 0, self.all_blocks, untouched=False, clients=0)
+        clients = max(0, gpu.clients - self.clients) if gpu.clients else UNLIMITED
+        if not self.touched:
+            return FreeGpu(gpu.uuid, gpu.index, CORES, self.all_blocks, self.all_blocks, True, clients)
+        cores, blocks = max(0, CORES - self.cores), max(0, self.all_blocks - self.blocks)
+        return FreeGpu(gpu.uuid, gpu.index, cores, blocks, self.all_blocks, untouched=False, clients=clients)

@@ -81,6 +81,9 @@ class GangRecord:
             try:
                 await self._api.merge_patch(f"{self._folder}/{self._name}", {"data": changes}, BIND_SECONDS)
             except ApiRefused as error:
+                if error.status == MISSING and await self._created():
+                    self._written.clear()
+                    raise NotRecorded("somebody had deleted the record; it was made again") from error
                 if error.status not in FINAL:
                     raise NotRecorded(str(error)) from error
                 self._warn(str(error))
@@ -124,20 +127,22 @@ class GangRecord:
             return msgspec.json.decode(raw, type=_ConfigMap).data or {}
         except ApiRefused as error:
             if error.status == MISSING:
-                await self._create()
+                await self._created()
             elif error.status in FINAL:
                 self._warn(str(error))
             else:
                 raise
         return {}
 
-    async def _create(self) -> None:
-        """The chart makes it; without the chart, the account may have the right."""
+    async def _created(self) -> bool:
+        """Whether it could be made. The chart makes it; without the chart, the account may have the right."""
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": self._name}}
         try:
             await self._api.post(self._folder, body, BIND_SECONDS)
         except ApiRefused as error:
             self._warn(str(error))
+            return False
+        return True
 
     def _warn(self, problem: str) -> None:
         if not self._warned:

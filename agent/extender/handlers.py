@@ -26,6 +26,7 @@ log = structlog.get_logger()
 
 JSON = {"Content-Type": "application/json"}
 FOLDER = "/scheduler"
+SIMULATE = "simulate"
 LARGE = 1 << 20  # bytes above which a request is decoded off the loop
 # kube-scheduler tries a refused pod again when a pod ends, by a watch of its own, and may ask before the
 # ledger has heard of that end. Refused once more, the pod would wait for the next event, or five minutes
@@ -70,7 +71,7 @@ class Verbs:
             ("priorities", self.prioritize),
             ("preempt", self.preempt),
             ("bind", self.bind),
-            ("simulate", self.simulate),
+            (SIMULATE, self.simulate),
         ):
             server.add_post(f"{FOLDER}/{path}", self._measured(path, act), most_bytes)
 
@@ -128,6 +129,8 @@ class Verbs:
             wanted = serving.binder.request(asked.pod)
         except Impossible:
             return scheduler_protocol.prioritized(asked.names, [0] * len(asked.names)), "impossible"
+        if wanted.owner:
+            await serving.binder.siblings_known(wanted.owner, asked.pod.metadata.uid)
         scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names, wanted.owner)
         return scheduler_protocol.prioritized(asked.names, scores), "ok"
 
@@ -232,19 +235,24 @@ class AllowedNames:
     The authority alone is not enough: kubeadm's has signed a certificate of every kubelet, too.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], simulating: Sequence[str] = ()) -> None:
+        """`simulating`: those that may ask what would fit, and nothing else."""
         self._names = frozenset(names)
+        self._simulating = frozenset(simulating)
         self._logged: set[str] = set()
 
-    def refusal(self, certificate: Mapping[str, Any]) -> str | None:
+    def refusal(self, certificate: Mapping[str, Any], path: str) -> str | None:
         """Why the caller with this certificate (as `ssl.SSLSocket.getpeercert` gives it) is not served."""
         names = [
             value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"
         ]
-        if len(names) == 1 and names[0] in self._names:
+        asks = path == f"{FOLDER}/{SIMULATE}"
+        served = self._names | self._simulating if asks else self._names
+        if len(names) == 1 and names[0] in served:
             return None
         shown = ", ".join(map(repr, names)) or "no common name"
         if shown not in self._logged and len(self._logged) < REMEMBERED_NAMES:
             self._logged.add(shown)
-            log.warning("client_certificate_refused", name=shown, allowed=sorted(self._names))
-        return f"a certificate of {shown} is not served; tls.clientNames has {', '.join(sorted(self._names))}"
+            log.warning("client_certificate_refused", name=shown, allowed=sorted(served))
+        key = "tls.clientNames and tls.simulateNames have" if asks else "tls.clientNames has"
+        return f"a certificate of {shown} is not served here; {key} {', '.join(sorted(served))}"

@@ -46,6 +46,8 @@ class Tls(Section, frozen=True):
     client_names: Annotated[list[Name], Meta(min_length=1)] = field(
         default_factory=lambda: ["system:kube-scheduler"]
     )
+    # Common names that may ask what would fit, and no more: autoscalers.
+    simulate_names: list[Name] = field(default_factory=list)
 
 
 class ApiAccess(Section, frozen=True):

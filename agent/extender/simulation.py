@@ -15,13 +15,14 @@ from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.objects import read_node
 from agent.extender.pod_demand import WHOLE_GPUS, PodDemand
 from agent.extender.scheduler_protocol import Asked, BadRequest
-from agent.extender.verdicts import Verdicts
+from agent.extender.verdicts import REQUEST_STEPS, Verdicts
 from agent.model.demand import CORES
 from agent.model.modes import PAIRS, Mode
 from agent.model.node_inventory import MOST_GPUS, GpuEntry, NodeInventory
 
 MEMORY = "nvidia.com/gpu.memory"  # node label: MiB of each GPU
 NODES_AT_ONCE = 128  # that are decoded before others run: a few milliseconds
+MOST_STEPS = 10 * REQUEST_STEPS  # for kinds that are imagined: a quarter of a second, with others in between
 _MIB = 1 << 20
 
 
@@ -30,17 +31,28 @@ async def simulated(verdicts: Verdicts, demand: PodDemand, asked: Asked) -> tupl
     fleet, uid = verdicts.fleet, asked.pod.metadata.uid
     mine = fleet.where(uid)  # bound there, or kept for it as a member of a gang
     known = [name for name in asked.names if name != mine and name in fleet.nodes]
-    fitting, refused = await verdicts.judge(demand, known)
+    _, refused = await verdicts.judge(demand, known)
     imagined = Fleet(fleet.mix)
+    # Node groups are few, and nodes of one are alike: one of each kind is judged.
+    kinds: dict[object, str] = {}
+    kind_of: dict[str, str] = {}
     for number, (name, raw) in enumerate((asked.objects or {}).items()):
         if name not in fleet.nodes:
-            imagined.set_node(_imagined(raw))
+            node = _imagined(raw)
+            kind = kinds.setdefault((node.inventory, node.problem, *sorted(node.totals.items())), name)
+            kind_of[name] = kind
+            if kind == name:
+                imagined.set_node(node)
         if number % NODES_AT_ONCE == 0:
             await anyio.lowlevel.checkpoint()
     others = [name for name in asked.names if name != mine and name not in fleet.nodes]
-    more, no = await Verdicts(imagined).judge(demand, others)
-    fits = {*fitting, *more, mine}
-    return [name for name in asked.names if name in fits], {**refused, **no}
+    of_kinds = dict.fromkeys(kind_of.get(name, name) for name in others)
+    # No next attempt goes on from here: what is imagined is forgotten.
+    _, no = await Verdicts(imagined).judge(demand, of_kinds, MOST_STEPS)
+    for name in others:
+        if reason := no.get(kind_of.get(name, name)):
+            refused[name] = reason
+    return [name for name in asked.names if name not in refused], refused
 
 
 def _imagined(raw: msgspec.Raw) -> LedgerNode:

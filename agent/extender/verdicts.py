@@ -47,7 +47,9 @@ class Verdicts:
         self._shapes: OrderedDict[PodDemand, _Shape] = OrderedDict()  # the one that was used last is last
         fleet.on_change = self._changed
 
-    async def judge(self, demand: PodDemand, names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    async def judge(
+        self, demand: PodDemand, names: Iterable[str], most_steps: int = REQUEST_STEPS
+    ) -> tuple[list[str], dict[str, str]]:
         """Nodes that a demand fits on, and the others with the reason."""
         shape = self._shape(demand)
         known, alike = shape.verdicts, shape.alike
@@ -58,7 +60,7 @@ class Verdicts:
         for name in names:
             reason = known.get(name)
             if reason is None:
-                if work.steps >= REQUEST_STEPS:
+                if work.steps >= most_steps:
                     refused[name] = NOT_REACHED
                     continue
                 reason = verdict(name, demand, work, alike)

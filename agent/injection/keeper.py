@@ -66,7 +66,7 @@ class SpecificationKeeper:
         while True:
             seen = self._inventory.version
             await self.keep()
-            if self._made_for == _needs(self._inventory.value):
+            if self._made_for == await self._needs():
                 backoff.reset()
                 pause = LOOK_SECONDS
             else:
@@ -76,7 +76,7 @@ class SpecificationKeeper:
 
     async def keep(self) -> None:
         """Make the file now if it is not as the machine is; a failure stands in `devices`."""
-        wanted = _needs(self._inventory.value)
+        wanted = await self._needs()
         if wanted is None:
             return  # no driver to ask, or NVML is released and must stay closed
         if wanted == self._made_for and await anyio.Path(self._file).is_file():
@@ -85,7 +85,7 @@ class SpecificationKeeper:
         try:
             made = await self._generator.generate()
             held = self._held.value
-            made = made.keeping(self._standing, None if held is None else held.by_gpu.keys())
+            made = made.keeping(self._standing, None if held is None else held.uuids)
             await anyio.to_thread.run_sync(
                 atomic_file.write, self._file.parent, self._file.name, made.encoded()
             )
@@ -101,12 +101,20 @@ class SpecificationKeeper:
         log.info("gpu_specification_made", file=str(self._file), devices=len(made.names))
         self._publish(self._lacking(made))
 
+    async def _needs(self) -> Hashable:
+        """The inputs of a specification; None: none can be made now."""
+        needs = _needs(self._inventory.value)
+        return None if needs is None else (needs, *await self._generator.beside())
+
     def _lacking(self, made: Specification) -> str | None:
-        # In MIG mode only the instances have devices, and nobody is given such a GPU.
+        # In MIG mode only the instances have devices.
         present = {
-            state.uuid
+            uuid
             for state in self._inventory.value.gpus
-            if not state.health.away and not state.gpu.mig_enabled
+            if not state.health.away
+            for uuid in (
+                [each.uuid for each in state.gpu.instances] if state.gpu.mig_enabled else [state.uuid]
+            )
         }
         if missing := sorted(present - made.names):
             return (
@@ -123,11 +131,10 @@ class SpecificationKeeper:
 
 
 def _needs(snapshot: Snapshot) -> Hashable:
-    """The inputs of a specification; None: none can be made now."""
     if snapshot.driver is None or snapshot.problem or snapshot.released_until is not None:
         return None
     gpus = frozenset(
-        (state.uuid, state.gpu.minor, state.gpu.mig_enabled)
+        (state.uuid, state.gpu.minor, state.gpu.mig_enabled, state.gpu.instances)
         for state in snapshot.gpus
         if not state.health.away
     )

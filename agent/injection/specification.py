@@ -5,7 +5,7 @@ Format: CDI specification 0.5 and newer (`kind`, `devices[].name`, `containerEdi
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +66,16 @@ class Specification:
             if device["name"] not in own and (named is None or device["name"] in named)
         ]
         return Specification({**self.content, "devices": [*self.content["devices"], *kept]}) if kept else self
+
+    def beside(self, other: "Specification", names: Sequence[str]) -> "Specification":
+        """With the edits of `other`'s devices of these names for each container with a device of this one."""
+        edits = dict(self.content.get("containerEdits", {}))
+        found = [each["containerEdits"] for each in other.content["devices"] if each["name"] in names]
+        for each in (other.content.get("containerEdits", {}), *found):
+            for key, values in each.items():
+                before = edits.get(key, [])
+                edits[key] = [*before, *(value for value in values if value not in before)]
+        return Specification({**self.content, "containerEdits": edits})
 
 
 def _limits_memory(device: Mapping[str, Any]) -> bool:

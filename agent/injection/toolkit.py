@@ -4,7 +4,8 @@ Which libraries, nodes and hooks a driver needs changes with every release of it
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,13 +13,13 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
+from agent.injection.companions import Companion, device_root, nodes
 from agent.injection.hook import CTK, HOOK, install
 from agent.injection.specification import CLASS, VENDOR, CdiError, Specification, parse
 from agent.kit import programs, small_file
 
 SECONDS = 30.0  # NVML without persistence mode wakes one GPU after the other
 MOST_BYTES = 4 << 20  # 16 GPUs take 30 KiB
-CONTROL_NODE = "dev/nvidiactl"
 
 
 class GenerationFailed(CdiError):
@@ -31,6 +32,9 @@ class Generator(Protocol):
     async def generate(self) -> Specification:
         """Raises CdiError."""
 
+    async def beside(self) -> Sequence[str]:
+        """Further inputs of it; once they differ it is out of date."""
+
 
 @dataclass(frozen=True, slots=True)
 class Places:
@@ -40,6 +44,7 @@ class Places:
     driver_root: Path
     host_driver_root: Path  # the same folder, as the host sees it
     hook: Path  # where the hook is put, on the host and for the agent alike
+    companions: tuple[Companion, ...] = ()
 
 
 class Toolkit:
@@ -56,27 +61,52 @@ class Toolkit:
     async def specification(self, hook: Path) -> Specification:
         """The same with a hook that is or will be there; nothing is written. Raises CdiError."""
         places = self._places
-        dev_root = await anyio.to_thread.run_sync(self._dev_root)
+        dev_root = await anyio.to_thread.run_sync(device_root, places.driver_root)
+        made = await self._generated(
+            "nvml",
+            places.driver_root,
+            hook,
+            "--device-name-strategy=uuid",
+            "--no-all-device",
+            f"--dev-root={dev_root}",
+        )
+        for each in places.companions:
+            # Of what the node lacks there is nothing to make; no GPU is offered then.
+            if await anyio.to_thread.run_sync(nodes, dev_root, (each,)):
+                theirs = await self._generated(each.mode, dev_root, hook, f"--dev-root={dev_root}")
+                made = made.beside(theirs, each.devices)
+        return made
+
+    async def beside(self) -> Sequence[str]:
+        """The nodes of companions that are there now, with their numbers, which the file has, too."""
+        return await anyio.to_thread.run_sync(self._beside)
+
+    def _beside(self) -> Sequence[str]:
+        root = device_root(self._places.driver_root)
+        found = []
+        for name in nodes(root, self._places.companions):
+            with suppress(FileNotFoundError):  # its module was unloaded meanwhile
+                found.append(f"{name} {(root / name).stat().st_rdev}")
+        return tuple(found)
+
+    async def _generated(self, mode: str, root: Path, hook: Path, *more: str) -> Specification:
         text = await self._run(
             "cdi",
             "generate",
-            "--mode=nvml",
+            f"--mode={mode}",
             "--format=json",
             f"--vendor={VENDOR}",
             f"--class={CLASS}",
-            "--device-name-strategy=uuid",
-            "--no-all-device",
-            f"--driver-root={places.driver_root}",
-            f"--dev-root={dev_root}",
+            f"--driver-root={root}",
             f"--nvidia-cdi-hook-path={hook}",
+            *more,
         )
-        if places.driver_root != places.host_driver_root:
-            text = await self._transformed(text)
-        return parse(text)
-
-    async def _transformed(self, text: bytes) -> bytes:
-        """With the host's paths in place of ours."""
         places = self._places
+        host = places.host_driver_root if root == places.driver_root else root
+        return parse(text if root == host else await self._transformed(text, root, host))
+
+    async def _transformed(self, text: bytes, root: Path, host: Path) -> bytes:
+        """With the host's paths in place of ours."""
         # Its output is YAML, whatever its input; a file has the format of its name.
         async with anyio.TemporaryDirectory(prefix="gpu-node-agent-") as scratch:
             file = Path(scratch) / "transformed.json"
@@ -84,8 +114,8 @@ class Toolkit:
                 "cdi",
                 "transform",
                 "root",
-                f"--from={places.driver_root}",
-                f"--to={places.host_driver_root}",
+                f"--from={root}",
+                f"--to={host}",
                 "--relative-to=host",
                 f"--output={file}",
                 stdin=text,
@@ -94,11 +124,6 @@ class Toolkit:
                 return (await anyio.to_thread.run_sync(small_file.read_text, file, MOST_BYTES)).encode()
             except (OSError, UnicodeDecodeError) as error:
                 raise GenerationFailed(f"{CTK} cdi transform root wrote no {file.name}: {error}") from error
-
-    def _dev_root(self) -> Path:
-        """Some driver roots hold files only: their device nodes are in the host's own /dev, and in ours."""
-        root = self._places.driver_root
-        return root if (root / CONTROL_NODE).exists() else Path("/")
 
     async def _run(self, *arguments: str, stdin: bytes = b"") -> bytes:
         command = [str(self._places.programs / CTK), "--quiet", *arguments]

@@ -74,7 +74,8 @@ def load(
 
 
 def schema(kind: type[Section]) -> dict[str, Any]:
-    return msgspec.json.schema(kind)
+    # As a reader of the file has it: defaults of tuples are lists there.
+    return msgspec.json.decode(msgspec.json.encode(msgspec.json.schema(kind)))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)

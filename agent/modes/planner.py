@@ -10,7 +10,10 @@ from agent.model.node_layout import LayoutError, Target, resolve
 from agent.modes.desired import Desired
 from agent.modes.wing import Wing
 
-MIG_REASON = "the GPU is in MIG mode, which no mode of this agent offers; turn MIG off with nvidia-smi -mig 0"
+MIG_REASON = (
+    "the GPU is in MIG mode, and only mode mig offers its instances; ask for mig, or turn MIG off with "
+    "nvidia-smi -mig 0"
+)
 
 Wings = Mapping[Mode, Wing]
 NO_WINGS: Wings = MappingProxyType({})
@@ -25,20 +28,30 @@ class Plan:
     obeys: bool = True  # the request; False: what stood before
 
 
-def plan(snapshot: Snapshot, desired: Desired, wings: Wings = NO_WINGS) -> Mapping[str, GpuMode]:
+def plan(
+    snapshot: Snapshot, desired: Desired, wings: Wings = NO_WINGS, lacks: str = ""
+) -> Mapping[str, GpuMode]:
     """The mode of each GPU, by UUID. Raises LayoutError where the layout does not fit the node."""
-    return _gated_targets(snapshot, resolve(desired.entries, [state.gpu for state in snapshot.gpus]), wings)
+    found = resolve(desired.entries, [state.gpu for state in snapshot.gpus])
+    return _gated_targets(snapshot, found, wings, lacks)
 
 
-def decide(snapshot: Snapshot, desired: Desired, standing: Desired | None, wings: Wings = NO_WINGS) -> Plan:
+def decide(
+    snapshot: Snapshot,
+    desired: Desired,
+    standing: Desired | None,
+    wings: Wings = NO_WINGS,
+    lacks: str = "",
+) -> Plan:
     """The plan for a request; for one that cannot be obeyed that for `standing`, the last one that could.
 
     `standing` is followed as far as it goes: a GPU that it names may be gone.
+    `lacks`: why no container of the node would get all that is to come with a GPU.
     """
     problem = desired.problem
     if desired.entries:
         try:
-            targets = plan(snapshot, desired, wings)
+            targets = plan(snapshot, desired, wings, lacks)
         except LayoutError as error:
             problem = f"layout {desired.name}: {error}"
         else:
@@ -50,7 +63,7 @@ def decide(snapshot: Snapshot, desired: Desired, standing: Desired | None, wings
     if standing is None:
         return Plan({}, problem, obeys=False)
     found = resolve(standing.entries, [state.gpu for state in snapshot.gpus], lenient=True)
-    return Plan(_gated_targets(snapshot, found, wings), problem, obeys=False)
+    return Plan(_gated_targets(snapshot, found, wings, lacks), problem, obeys=False)
 
 
 def _all_refused(targets: Mapping[str, GpuMode]) -> str | None:
@@ -59,14 +72,22 @@ def _all_refused(targets: Mapping[str, GpuMode]) -> str | None:
     return "; ".join(reasons) if reasons and all(t.mode is Mode.OFF for t in targets.values()) else None
 
 
-def _gated_targets(snapshot: Snapshot, targets: Mapping[str, Target], wings: Wings) -> Mapping[str, GpuMode]:
-    return {state.uuid: _gated(state, targets[state.uuid], wings) for state in snapshot.gpus}
+def _gated_targets(
+    snapshot: Snapshot, targets: Mapping[str, Target], wings: Wings, lacks: str
+) -> Mapping[str, GpuMode]:
+    return {state.uuid: _gated(state, targets[state.uuid], wings, lacks) for state in snapshot.gpus}
 
 
-def _gated(state: GpuState, target: Target, wings: Wings) -> GpuMode:
+def _gated(state: GpuState, target: Target, wings: Wings, lacks: str) -> GpuMode:
     if target.mode is Mode.OFF:
         return GpuMode(reason="no mode is set for this GPU")
     wing, dra = wings.get(target.mode), target.mode.row.by_claims
-    if reason := MIG_REASON if state.gpu.mig_enabled else wing.obstacle(state) if wing else "":
+    if reason := _obstacle(state, target, wing) or lacks:
         return GpuMode(reason=reason, refused=True)
     return GpuMode(target.mode, replicas=target.replicas, dra=dra)
+
+
+def _obstacle(state: GpuState, target: Target, wing: Wing | None) -> str:
+    if state.gpu.mig_enabled and not target.mode.row.partitioned:
+        return MIG_REASON
+    return wing.obstacle(state) if wing else ""

@@ -83,9 +83,13 @@ class ModeSwitcher:
         cordons: Cell[Cordons] | None = None,
         lingering: Lingering | None = None,
         unexplained: Unexplained | None = None,
+        lacks: Cell[str] | None = None,
         claims: ClaimRequests | None = None,
     ) -> None:
-        """`standing`: what was in force before this process, for a request that cannot be obeyed."""
+        """`standing`: what was in force before this process, for a request that cannot be obeyed.
+
+        `lacks`: why containers would miss what is to come with a GPU; nothing is offered then.
+        """
         self._inventory = inventory
         self._desired = desired
         self._holdings = holdings
@@ -98,6 +102,7 @@ class ModeSwitcher:
         self._gpus: dict[str, Gpu] = {}
         self._lingering = lingering
         self._unexplained = unexplained
+        self._lacks = lacks or Cell("")
         self._claims = claims or ClaimRequests()  # without a door: nobody has any
         self._others: withheld.Withheld = {}  # who is on GPUs beside those that hold them
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
@@ -118,7 +123,7 @@ class ModeSwitcher:
         async with anyio.create_task_group() as group:
             self._group = group
             door = (self._claims.wanted, self._claims.listed)
-            news = (self._inventory, self._desired, self._holdings.cell, self._cordons, *door)
+            news = (self._inventory, self._desired, self._holdings.cell, self._cordons, *door, self._lacks)
             looks: list[Cell[Any]] = [self._lingering.looks] if self._lingering else []
             looks += [self._unexplained.withheld] if self._unexplained else []
             group.start_soon(follow, self._wake_up, *news, *looks)
@@ -149,7 +154,8 @@ class ModeSwitcher:
         if snapshot.problem and not snapshot.gpus:
             self._without_gpus(desired, snapshot.problem)
             return IDLE_SECONDS
-        plan = decide(snapshot, desired, self.accepted.value, self._wings)
+        self._resources.look()
+        plan = self._decided(desired)
         self._gpus |= {state.uuid: state.gpu for state in snapshot.gpus}
         new = [state.uuid for state in snapshot.gpus if state.uuid not in self._states]
         refusing = plan.obeys and self.when_busy == "refuse" and desired != self.accepted.value
@@ -176,6 +182,10 @@ class ModeSwitcher:
             missing = uncounted(holders, self.assignment.value)
         await self._offer_ready_ones()
         return self._report(desired, plan, waiting, missing)
+
+    def _decided(self, desired: Desired) -> Plan:
+        snapshot, standing = self._inventory.value, self.accepted.value
+        return decide(snapshot, desired, standing, self._wings, self._lacks.value)
 
     def _withheld(self) -> withheld.Withheld:
         """GPUs that are to be off because of others on them, as last known; logged as they come and go."""
@@ -220,7 +230,7 @@ class ModeSwitcher:
             return plan, NOBODY
         text = f"whenBusy is refuse and GPUs are in use by {named(busy)[1]}; "
         refused = Desired(self._desired.value.name, problem=text + "end these pods or set whenBusy: drain")
-        return decide(self._inventory.value, refused, self.accepted.value, self._wings), busy
+        return self._decided(refused), busy
 
     def _take_over(self, new: list[str], holders: Holders, targets: Mapping[str, GpuMode]) -> None:
         """GPUs seen for the first time: units of one that pods hold show the mode that it is in."""
@@ -279,7 +289,9 @@ class ModeSwitcher:
     def _look(self, targets: Mapping[str, GpuMode], holders: Holders) -> Waiting:
         """Begin the change of every GPU that nobody holds any more; answers who is waited for."""
         # Of another plugin's IDs, which the kubelet may ask for while it has that one's list, alike.
-        granted = {text.partition(SEPARATOR)[0] for text in self._resources.granted_lately()}
+        parents = self._inventory.value.parents
+        begins = {text.partition(SEPARATOR)[0] for text in self._resources.granted_lately()}
+        granted = {parents.get(uuid, uuid) for uuid in begins}
         # No record names a holder any more, and one may have left a process.
         stay = self._lingering.unsettled if self._lingering else frozenset[str]()
         changed: dict[str, ModeState] = {}

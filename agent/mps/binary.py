@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,9 @@ FOLDERS = (
     *("usr/local/nvidia/bin", "home/kubernetes/bin/nvidia/bin"),
 )
 LIBRARY = "libcuda.so.1"
+_ELF = struct.Struct("<4sB27xQ14xHH")  # magic, class, offset of the program headers, size and count of them
+_HEADER = struct.Struct("<I4xQ16xQ")  # type, offset in the file, size there
+_INTERPRETER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +89,34 @@ def find_any(finder: Callable[[], Program]) -> Program:
 def _program(path: Path, root: Path) -> Program:
     prefix = path.parent.parent
     folder = prefix / "lib64"
-    if prefix in (root, root / "usr") or not (folder / LIBRARY).exists():
-        return Program(path, root)
-    return Program(path, root, _inner(folder, root))
+    complete = _runs_inside(path, root)
+    if (complete and prefix in (root, root / "usr")) or not (folder / LIBRARY).exists():
+        return Program(path, root if complete else Path("/"))
+    # A root that holds the driver's files and no system, as on COS, is no place to run anything in.
+    return Program(path, root, _inner(folder, root)) if complete else Program(path, Path("/"), str(folder))
+
+
+def _runs_inside(path: Path, root: Path) -> bool:
+    """Whether the root has the loader that the program names."""
+    return (loader := _loader(path)) is None or (root / loader.lstrip("/")).exists()
+
+
+def _loader(path: Path) -> str | None:
+    """The path of a program's loader; None: it names none, or is no program of 64 bits."""
+    try:
+        with path.open("rb") as file:
+            magic, width, at, size, count = _ELF.unpack(file.read(_ELF.size))
+            if magic != b"\x7fELF" or width != 2 or size < _HEADER.size:
+                return None
+            for number in range(count):
+                file.seek(at + number * size)
+                kind, offset, length = _HEADER.unpack(file.read(_HEADER.size))
+                if kind == _INTERPRETER:
+                    file.seek(offset)
+                    return file.read(min(length, os.pathconf("/", "PC_PATH_MAX"))).rstrip(b"\0").decode()
+    except (OSError, struct.error, UnicodeDecodeError):
+        pass
+    return None
 
 
 def _inner(path: Path, root: Path) -> str:

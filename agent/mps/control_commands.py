@@ -7,19 +7,26 @@ differ between versions (they are tried).
 
 Eight daemons are asked every few seconds, so the program is run at the lowest cost: asyncio's own
 subprocesses start a thread for each to wait in, and cost this process three times as much.
+
+In a driver root it runs inside, as the daemon does: since driver 580 it loads libcuda, too, which may be
+known to that root's loader alone, with all that libcuda loads.
 """
 
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
 from agent.kit.backoff import Backoff
 from agent.model.mps_abilities import LOG_DIRECTORY, PIPE_DIRECTORY
+from agent.mps import launcher
 from agent.mps import parse as answers
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
@@ -71,6 +78,7 @@ class Control:
         # Never through the folder that pods mount: what stands there under the socket's name may be theirs.
         self._environment = environment(program, folders) | {PIPE_DIRECTORY: str(folders.own)}
         self._pipe = folders.own
+        self._inside = None if program.root == Path("/") else Inside(program.root, folders.root)
         self._deadline = deadline
         self._turn = anyio.Lock()
         self._lacking: set[str] = set()  # commands that this version does not know
@@ -211,7 +219,7 @@ class Control:
         # A hanging session would block every other one: it is killed at the deadline.
         with anyio.move_on_after(seconds) as scope, self._prolonged(scope):
             try:
-                return await session(self._program.path, text, self._environment)
+                return await session(Path(self._program.inner), text, self._environment, self._inside)
             except OSError as error:
                 # Taken away with a driver that is being replaced: that says nothing against the daemon.
                 raise ProgramMissing(f"{self._program.path} cannot be run: {error.strerror}") from error
@@ -230,7 +238,17 @@ class Control:
             raise DaemonRefused(f"MPS control daemon: the {what} was set to {wanted}, it reads back {found}")
 
 
-async def session(program: Path, text: str, environment: Mapping[str, str]) -> tuple[str, str]:
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A root to run a program in, and the folder of ours that is seen there, under its own path."""
+
+    root: Path
+    folder: Path
+
+
+async def session(
+    program: Path, text: str, environment: Mapping[str, str], inside: Inside | None = None
+) -> tuple[str, str]:
     """Hand `text` to the program; what it wrote to its output and to its error output.
 
     Bound it with a cancel scope: a program that is not over by then is killed. Both `text` and the error
@@ -248,7 +266,9 @@ async def session(program: Path, text: str, environment: Mapping[str, str]) -> t
         # The text is in the pipe before the program runs: nobody writes while it does.
         os.set_blocking(text_end, False)
         os.write(text_end, text.encode())
-        async with _reaped(_spawned(program, environment, (stdin, out_end, errors_end))) as ended:
+        call = partial(_spawned, program, environment, (stdin, out_end, errors_end))
+        pid = await anyio.to_thread.run_sync(_from, inside, call) if inside else call()
+        async with _reaped(pid) as ended:
             for end in (stdin, text_end, out_end, errors_end):
                 opened.remove(end)
                 os.close(end)
@@ -269,6 +289,29 @@ def _spawned(program: Path, environment: Mapping[str, str], streams: tuple[int, 
         file_actions=[(os.POSIX_SPAWN_DUP2, stream, number) for number, stream in enumerate(streams)],
         setsigdef=_DEFAULT_AGAIN,
     )
+
+
+def _from(inside: Inside, call: Callable[[], int]) -> int:
+    """The result of a call whose children have that root. Blocks."""
+    made: list[int | OSError] = []
+
+    def enter() -> None:
+        try:
+            launcher.private_mounts(str(inside.root), str(inside.folder), {})
+            os.chroot(inside.root)
+            os.chdir("/")
+            made.append(call())
+        except OSError as error:
+            made.append(error)
+
+    # Root and mounts become those of this thread alone, and it ends with them.
+    thread = threading.Thread(target=enter, name="mps-session")
+    thread.start()
+    thread.join()
+    (found,) = made
+    if isinstance(found, OSError):
+        raise found
+    return found
 
 
 @asynccontextmanager

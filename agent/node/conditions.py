@@ -43,6 +43,8 @@ CONDITION_REASONS = {phase: phase.value.capitalize() for phase in Phase}
 
 # The labels that a node with certain labels is to have.
 Labels = Callable[[Mapping[str, str]], Mapping[str, str]]
+# Changes of annotations for a node with certain ones; None removes one.
+Changes = Callable[[Mapping[str, str]], Mapping[str, str | None]]
 
 
 class NodeStateWriter:
@@ -55,17 +57,19 @@ class NodeStateWriter:
         *,
         labels: Labels = lambda _: {},
         annotations: Cell[Mapping[str, str]] | None = None,
+        changes: Changes = lambda _: {},
         wake_on: Sequence[Cell[Any]] = (),
     ) -> None:
-        """`labels`, `annotations`: further ones, of other rooms.
+        """`labels`, `annotations`, `changes` (of annotations): further ones, of other rooms.
 
-        Labels are computed at each comparison from those of the node, so that none is written over a label
-        that has become somebody else's. `wake_on`: cells that they depend on, too.
+        Labels and changes are computed at each comparison from those of the node, so that none is written
+        over one that has become somebody else's. `wake_on`: cells that they depend on, too.
         """
         self._node = node
         self._state = state
         self._labels = labels
         self._annotations = annotations or Cell[Mapping[str, str]]({})
+        self._changes = changes
         self._wake_on = (state, node.changes, self._annotations, *wake_on)
         self._recorded: tuple[Phase, str, str] | None = None
         self._retry = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
@@ -93,8 +97,8 @@ class NodeStateWriter:
             return 0.0
         labels = {MODE_LABEL: mode_in_force(state), **self._labels(known)}
         wrong = {key: value for key, value in labels.items() if known.get(key) != value}
-        annotations = {STATE_ANNOTATION: encode(state), **self._annotations.value}
         there = self._node.annotations()
+        annotations = {STATE_ANNOTATION: encode(state), **self._annotations.value, **self._changes(there)}
         stale = {key: text for key, text in annotations.items() if there.get(key) != text}
         status = "True" if state.phase is Phase.APPLIED else "False"
         says = (status, CONDITION_REASONS[state.phase], _message(state))

@@ -7,6 +7,7 @@ from agent.cluster.node import NodeObject, read_node
 from agent.modes.cordons import ANNOTATION as CORDON
 from agent.node.conditions import CONDITION
 from agent.node.labels import GFD_MARK
+from agent.node.scale_down import wanted
 from agent.node.taint import EFFECT, TAINT
 
 OWN_PREFIX = "gpu-node-agent.io/"
@@ -31,7 +32,7 @@ async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
     kept = {CORDON, *keep}
     annotations = {
         key: None for key in metadata.annotations if key.startswith(OWN_PREFIX) and key not in kept
-    }
+    } | dict(wanted(metadata.annotations, held=False))
     if labels or annotations:
         body = {"metadata": {"labels": labels, "annotations": annotations}}
         await api.merge_patch(f"/api/v1/nodes/{name}", body)

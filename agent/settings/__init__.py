@@ -24,6 +24,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 AbsolutePath = Annotated[str, Meta(pattern="^/")]
 LayoutName = Annotated[str, Meta(pattern="^[a-z0-9]([-a-z0-9._]{0,61}[a-z0-9])?$")]  # a label value
 QuietSeconds = Annotated[float, Meta(ge=0, le=604800)]
+ImexChannel = Annotated[int, Meta(ge=0, le=2047)]
 XidNumber = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
 
 
@@ -60,6 +61,8 @@ class ClusterSettings(Section, frozen=True):
     node_name: str | None = None
     # A scheduler extender chooses GPUs: node totals need protect nobody, so lists carry all units.
     extender: bool = False
+    # Keep cluster-autoscaler from removing the node while pods hold units that it does not know: vGPU, MPS.
+    scale_down_guard: bool = False
 
     @property
     def own_node(self) -> str:
@@ -100,6 +103,11 @@ class Injection(Section, frozen=True):
     toolkit: AbsolutePath | None = "/usr/libexec/gpu-node-agent"  # nvidia-ctk and the hook; null: none
     driver_root: AbsolutePath | None = None  # the HOST's driver root as the agent sees it; null: driver.root
     host_driver_root: AbsolutePath | None = None  # the same as the host sees it; null: the same path
+    # What containers get beside GPUs; a node that lacks one of them offers nothing, with the reason.
+    gds: bool = False  # GPUDirect Storage: /dev/nvidia-fs*
+    gdrcopy: bool = False  # /dev/gdrdrv
+    mofed: bool = False  # RDMA: /dev/infiniband
+    imex_channels: tuple[ImexChannel, ...] = ()  # /dev/nvidia-caps-imex-channels
 
 
 class Simulator(Section, frozen=True):
@@ -164,8 +172,10 @@ if TYPE_CHECKING:
     class Modes(Section, frozen=True):
         """As below, as far as a mode is asked for by name."""
 
+        pgpu: bool = True
         vgpu: bool = True
         mps: bool = True
+        mig: bool = True
 
 else:
     Modes = msgspec.defstruct(
@@ -244,6 +254,14 @@ class Dra(Section, frozen=True):
     nudge_pods: bool = True
 
 
+class Mig(Section, frozen=True):
+    """Instances of GPUs in MIG mode."""
+
+    # mixed: a resource for each profile, nvidia.com/mig-1g.18gb; single: all as nvidia.com/gpu, where they
+    # are alike and no whole GPU is offered (modes.pgpu: false).
+    strategy: Literal["mixed", "single"] = "mixed"
+
+
 class LayoutEntry(Section, frozen=True):
     """Some GPUs of a layout and their mode."""
 
@@ -264,7 +282,7 @@ class Settings(Section, frozen=True):
     """The whole configuration of the node agent."""
 
     version: Literal[1] = 1
-    # Without a label: none, pgpu, vgpu, mps, dra, or the name of a layout.
+    # Without a label: none, pgpu, vgpu, mps, mig, dra, or the name of a layout.
     default_mode: str = "none"
     mode_file: AbsolutePath | None = None  # a file with one word, in place of the node label
     when_busy: Literal["drain", "refuse"] = "drain"
@@ -275,6 +293,7 @@ class Settings(Section, frozen=True):
     time_slicing: TimeSlicing = TimeSlicing()
     vgpu: Vgpu = Vgpu()
     mps: Mps = Mps()
+    mig: Mig = Mig()
     dra: Dra = Dra()
     node_labels: bool = True  # describe driver and GPUs in labels of the node
     logging: Logging = Logging()

@@ -1,13 +1,11 @@
 """The series of containers: the agent's own, and those under gpu-manager's names."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from agent.telemetry import definitions as d
 from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import ContainerUse
 from agent.telemetry.reading import Series
-
-Value = Callable[[ContainerUse], float | None]
 
 
 def _memory_known(each: ContainerUse) -> bool:
@@ -18,50 +16,37 @@ def _utilization_known(each: ContainerUse) -> bool:
     return each.use.utilization_grade is not Attribution.ALLOCATED
 
 
-# The figure, None where it is not known, and its grade, which is a label of measured figures.
-_VALUES: Sequence[tuple[d.Definition, Value, Callable[[ContainerUse], Attribution] | None]] = (
-    (
-        d.CONTAINER_MEMORY_USED,
-        lambda each: each.use.memory if _memory_known(each) else None,
-        lambda each: each.use.memory_grade,
-    ),
-    (
-        d.CONTAINER_MEMORY_MOST,
-        lambda each: int(each.memory.most) if each.memory else None,
-        lambda each: each.memory_grade,
-    ),
-    (d.CONTAINER_MEMORY_LIMIT, lambda each: each.use.share.memory_limit, None),
-    (
-        d.CONTAINER_UTILIZATION,
-        lambda each: each.use.utilization if _utilization_known(each) else None,
-        lambda each: each.use.utilization_grade,
-    ),
-    (
-        d.CONTAINER_UTILIZATION_MEAN,
-        lambda each: each.utilization.mean if each.utilization else None,
-        lambda each: each.utilization_grade,
-    ),
-    (
-        d.CONTAINER_UTILIZATION_MOST,
-        lambda each: each.utilization.most if each.utilization else None,
-        lambda each: each.utilization_grade,
-    ),
-    (d.CONTAINER_GPU_SECONDS, lambda each: each.gpu_seconds, None),
-    (d.CONTAINER_HELD, lambda each: each.use.share.held, None),
-    (d.CONTAINER_CORE_LIMIT, lambda each: each.use.share.core_limit, None),
-    (d.CONTAINER_PROCESSES, lambda each: each.use.processes if _memory_known(each) else None, None),
-)
-
-
 def container_series(uses: Sequence[ContainerUse]) -> Iterator[Series]:
-    """The series of the figures that are known."""
+    """The series of the figures that are known; plain code, since there may be thousands in a scrape."""
     for each in uses:
-        share = each.use.share
+        use, share = each.use, each.use.share
         labels = (share.namespace, share.pod, share.container, share.gpu, str(share.index), share.mode.value)
-        for definition, value, grade in _VALUES:
-            figure = value(each)
-            if figure is not None:
-                yield definition, figure, (*labels, grade(each).value) if grade else labels
+        graded = {grade: (*labels, grade.value) for grade in _grades(each)}
+        if _memory_known(each):
+            yield d.CONTAINER_MEMORY_USED, use.memory, graded[use.memory_grade]
+            yield d.CONTAINER_PROCESSES, use.processes, labels
+        if each.memory:
+            yield d.CONTAINER_MEMORY_MOST, int(each.memory.most), graded[each.memory_grade]
+        yield d.CONTAINER_MEMORY_LIMIT, share.memory_limit, labels
+        if _utilization_known(each):
+            yield d.CONTAINER_UTILIZATION, use.utilization, graded[use.utilization_grade]
+        if each.utilization:
+            span, grade = each.utilization, graded[each.utilization_grade]
+            yield d.CONTAINER_UTILIZATION_MEAN, span.mean, grade
+            yield d.CONTAINER_UTILIZATION_MOST, span.most, grade
+        for definition, value in (
+            (d.CONTAINER_GPU_SECONDS, each.gpu_seconds),
+            (d.CONTAINER_HELD, share.held),
+            (d.CONTAINER_CORE_LIMIT, share.core_limit),
+        ):
+            if value is not None:
+                yield definition, value, labels
+
+
+def _grades(each: ContainerUse) -> set[Attribution]:
+    """The grades of its figures, mostly one: each is a label."""
+    use = each.use
+    return {use.memory_grade, use.utilization_grade, each.memory_grade, each.utilization_grade}
 
 
 # gpu-manager's names, its label names and its scales: percent, MiB, cores as a share of one GPU.

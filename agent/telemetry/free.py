@@ -90,8 +90,10 @@ def _free(state: GpuState, mode: Mode, shares: Sequence[ContainerShare], clients
     # All cores with all memory: other than by growth, nothing else may be on the GPU then.
     whole = any(each.core_limit == 1 and each.memory_limit >= state.gpu.memory_bytes for each in shares)
     full = bool(clients) and len(shares) >= clients
-    cores = 0 if whole else CORES - round(CORES * sum(each.core_limit or 0.0 for each in shares))
-    taken = blocks if whole or full else sum(each.memory_limit for each in shares) // pair.block_bytes
+    held = sum((each.core_limit or 0.0) / each.sharers for each in shares)
+    cores = 0 if whole else CORES - round(CORES * held)
+    memory = sum(each.memory_limit / each.sharers for each in shares)
+    taken = blocks if whole or full else round(memory / pair.block_bytes)
     return FreeGpu(
         state.uuid, state.gpu.index, max(0, cores), max(0, blocks - taken), blocks, untouched=not shares
     )

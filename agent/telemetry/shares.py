@@ -32,6 +32,7 @@ class ContainerShare:
     memory_limit: int  # bytes
     # 0..1 of the GPU as bills count it: the larger of its parts of cores and memory. None: not known.
     held: float | None = None
+    sharers: int = 1  # containers that have it together, by one claim
 
     @property
     def key(self) -> Place:
@@ -51,6 +52,7 @@ class _Units:
     cores: int = 0
     memory: int = 0
     grown: Growth = _NOT_GROWN
+    sharers: int = 1
 
 
 def shares_of(
@@ -96,14 +98,19 @@ def shares_of(
 
 
 def _claimed(pods: Record) -> dict[Place, _Units]:
-    """Those by claims."""
+    """Those by claims. Of several claims on one GPU the one with the fewest sharers counts for all."""
     found: dict[Place, _Units] = {}
-    for holding in pods.holdings:
-        if share := holding.share:
-            pair, place = share.mode.row.pair, (holding.namespace, holding.pod, holding.container)
-            units = found.setdefault((*place, share.gpu), _Units(share.mode, whole=pair is None))
-            units.cores += share.cores
-            units.memory += share.memory * (pair.block_bytes if pair else 0)
+    claimed = [(each, each.share) for each in pods.holdings if each.share]
+    sharers = Counter((each.namespace, share.claim, share.share_id, share.gpu) for each, share in claimed)
+    for holding, share in claimed:
+        pair, place = share.mode.row.pair, (holding.namespace, holding.pod, holding.container)
+        together = sharers[holding.namespace, share.claim, share.share_id, share.gpu] if share.claim else 1
+        units = found.get((*place, share.gpu))
+        if units is None:
+            units = found[*place, share.gpu] = _Units(share.mode, whole=pair is None, sharers=together)
+        units.sharers = min(units.sharers, together)
+        units.cores += share.cores
+        units.memory += share.memory * (pair.block_bytes if pair else 0)
     return found
 
 
@@ -124,7 +131,9 @@ def _share(key: Place, units: _Units, gpu: Gpu, slices: Mapping[str, int]) -> Co
         # Less than the GPU has, where a server needs some.
         offered = pair.blocks(gpu.memory_bytes) * pair.block_bytes
         held = min(1.0, max(cores or 0.0, memory / offered if offered else 0.0))
-    return ContainerShare(namespace, pod, container, uuid, gpu.index, units.mode, cores, memory, held)
+    held = held and held / units.sharers
+    mode, sharers = units.mode, units.sharers
+    return ContainerShare(namespace, pod, container, uuid, gpu.index, mode, cores, memory, held, sharers)
 
 
 def by_gpu(shares: Iterable[ContainerShare]) -> dict[str, list[ContainerShare]]:

@@ -60,7 +60,7 @@ class Reply:
 
 Handler = Callable[[HttpRequest], Awaitable[Reply]]
 # Why a caller with this certificate (as ssl.SSLSocket.getpeercert gives it) is not served; None: it is.
-Refusal = Callable[[Mapping[str, Any]], str | None]
+Refusal = Callable[[Mapping[str, Any], str], str | None]
 
 
 class HttpServer:
@@ -74,7 +74,7 @@ class HttpServer:
         limits: ConnectionLimits | None = None,
         refusal: Refusal | None = None,
     ) -> None:
-        """`tls`: serve HTTPS with it. `refusal` judges the callers' certificates."""
+        """`tls`: serve HTTPS with it. `refusal` judges the callers' certificates for a path."""
         self.address = address
         self.port = port
         self.connections = Connections(limits or ConnectionLimits(), anyio.current_time)
@@ -201,7 +201,7 @@ class HttpServer:
             return None
         transport = request.transport
         certificate = transport.get_extra_info("peercert") if transport else None
-        why = self._refusal(certificate or {})
+        why = self._refusal(certificate or {}, request.path)
         return Reply.text(why, 403) if why else None
 
     async def _reply(self, request: BaseRequest) -> Reply:

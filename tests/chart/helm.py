@@ -76,7 +76,9 @@ def template(
 
 
 def one(objects: Sequence[Manifest], kind: str, ending: str = "") -> Manifest:
-    """The only object of a kind whose name ends so."""
+    """The only object of a kind whose name ends so; those of pools apart, unless the ending names one."""
     found = [each for each in objects if each["kind"] == kind and each["metadata"]["name"].endswith(ending)]
+    if "-pool-" not in ending:
+        found = [each for each in found if "-pool-" not in each["metadata"]["name"]]
     assert len(found) == 1, f"{len(found)} objects {kind} *{ending}, not one"
     return found[0]

@@ -26,7 +26,7 @@ from tests.component.monitoring import queries
 from tests.component.monitoring.prometheus import prometheus
 
 AUTHORITY = "/etc/kubernetes/pki/"
-VALUES = {"metrics", "platform", "attribution", "extender"}
+VALUES = {"metrics", "platform", "attribution", "extender", "pools"}
 
 
 def chosen(how: How, language: str = "sh") -> list[Piece]:
@@ -104,6 +104,9 @@ def test_commands_are_parsed_by_their_programs() -> None:
                 assert all((ROOT / path).exists() for path in re.findall(r"config/[\w./-]+", piece.text))
 
 
+PEERS = re.compile(r"^(karpenter\.sh|([a-z]+\.)?kueue\.x-k8s\.io)/")  # groups of other projects' objects
+
+
 def limits(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         for key, each in value.items():
@@ -127,11 +130,28 @@ def as_pod(fragment: Mapping[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "fragment"}, "spec": spec}
 
 
+def as_claim(fragment: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for the devices of a claim."""
+    asked = [{"name": "gpu", "exactly": {"deviceClassName": "gpu-mps"}}]
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": "fragment"},
+        "spec": {"devices": {"requests": asked, **fragment}},
+    }
+
+
 def test_yaml_is_taken_by_its_readers(tmp_path: Path) -> None:
     keys = set(msgspec.to_builtins(Settings()))
     readers: Counter[str] = Counter()
     for number, piece in enumerate(chosen(How.PARSED, "yaml")):
-        (found,) = yaml.safe_load_all(piece.text)
+        objects = list(yaml.safe_load_all(piece.text))
+        if any(PEERS.search(each.get("apiVersion", "")) for each in objects):
+            readers["peers"] += 1  # tests/peers applies them
+            continue
+        found = objects.pop()
+        for each in objects:  # what its last object refers to
+            kubernetes_validate.validate(each, "1.36", strict=True)
         file = tmp_path / f"{number}.yaml"
         file.write_text(yaml.safe_dump(found))
         if found.get("kind") == "InferenceService":  # KServe's own kind: its limits are Kubernetes'
@@ -141,6 +161,9 @@ def test_yaml_is_taken_by_its_readers(tmp_path: Path) -> None:
         elif "kind" in found:
             kubernetes_validate.validate(found, "1.36", strict=True)
             readers["pod"] += 1
+        elif set(found) == {"config"}:  # of a claim's devices
+            kubernetes_validate.validate(as_claim(found), "1.36", strict=True)
+            readers["claim"] += 1
         elif set(found) <= keys - VALUES:
             load(file, {}, [])
             readers["agent"] += 1
@@ -155,7 +178,7 @@ def test_yaml_is_taken_by_its_readers(tmp_path: Path) -> None:
             kubernetes_validate.validate(as_pod(found), "1.36", strict=True)
             readers["fragment"] += 1
     print(dict(readers))
-    assert {"KServe", "pod", "agent", "helm", "scheduler", "fragment"} == set(readers)
+    assert {"KServe", "pod", "agent", "helm", "scheduler", "fragment", "peers", "claim"} == set(readers)
 
 
 async def test_promql_is_executed(tmp_path: Path) -> None:

@@ -226,3 +226,18 @@ def test_the_agent_serves_what_the_monitor_asks_and_may_ask_who_that_is(tmp_path
     policy = helm.one(objects, "NetworkPolicy")
     assert [each["port"] for each in policy["spec"]["ingress"][0]["ports"]] == [9500]
     assert not kind(tuple(objects), "Secret")  # no monitor, no account of ours
+
+
+@pytest.mark.parametrize("path", sorted((FILES / "dashboards").glob("*.json")), ids=lambda path: path.stem)
+def test_boards_keep_clusters_apart_and_begin_small(path: Path) -> None:
+    """All nodes of a large cluster, or all pods, are thousands of lines."""
+    board = json.loads(path.read_text())
+    variables = {each["name"]: each for each in board["templating"]["list"]}
+    assert variables["cluster"]["allValue"] == ".*"  # also of series without that label
+    first = {"gpu-node-monitoring": "node", "gpu-pod-monitoring": "namespace"}.get(path.stem)
+    assert first is None or not variables[first]["includeAll"]
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            assert 'cluster=~"$cluster"' in target["expr"], panel["title"]
+            merged = [each["id"] for each in panel.get("transformations", [])]
+            assert len(panel["targets"]) == 1 or panel["type"] != "table" or merged[0] == "merge"

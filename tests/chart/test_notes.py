@@ -92,3 +92,11 @@ def test_what_will_be_missed_is_said(told: Told) -> None:
     assert "panels stay empty" in told("metrics.dashboards.enabled=true")
     assert "panels stay empty" not in told("metrics.dashboards.enabled=true", "metrics.rules.enabled=true")
     assert "privileged" in told("mps.enabled=true")
+
+
+def test_each_pool_is_named_with_its_preset(told: Told) -> None:
+    notes = told('preset="host"', 'pools=[{"name": "a", "preset": "gke", "nodeSelector": {"k": "v"}}]')
+    assert "Preset host: " in notes
+    assert "Pool a, preset gke: " in notes
+    assert "DaemonSet test-gpu-node-agent serves the nodes that no pool selects" in notes
+    assert "Pool" not in told('preset="host"')

@@ -75,7 +75,7 @@ def test_it_is_found_by_who_gathers_the_answers() -> None:
     daemonset, report = helm.one(made, "DaemonSet"), helm.one(made, "Pod")
     (container,) = report["spec"]["containers"]
     options = cli._parser().parse_args(container["args"])
-    assert options.daemonset == daemonset["metadata"]["name"]
+    assert options.daemonset == [daemonset["metadata"]["name"]]
     assert options.namespace == daemonset["metadata"]["namespace"]
     assert daemonset["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"] == "preflight"
     assert options.timeout < report["spec"]["activeDeadlineSeconds"]

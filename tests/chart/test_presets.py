@@ -24,6 +24,9 @@ PRESETS = {
     "gke": (True, None, "/home/kubernetes/bin/nvidia", {"ResourceQuota"}),
     "openshift": (True, None, "/run/nvidia/driver", {"SecurityContextConstraints"}),
     "bottlerocket": (False, None, "/", set()),
+    "talos": (False, "nvidia", "/", set()),
+    "k0s": (False, "nvidia", "/", set()),
+    "microk8s": (False, "nvidia", "/", set()),
     "host": (True, None, "/", set()),
 }
 VENDORS = {"ResourceQuota", "SecurityContextConstraints"}
@@ -109,6 +112,30 @@ def test_the_state_folder_is_one_on_host_and_in_the_container(settings: tuple[st
     (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "state"]
     found = volume["hostPath"]["path"], mount["mountPath"], _configuration(made)["host"]["state"]
     assert found == (state,) * 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "kubelet", "cdi"),
+    [
+        ("toolkit", "/var/lib/kubelet", "/var/run/cdi"),
+        ("talos", "/var/lib/kubelet", "/var/cdi/dynamic"),
+        ("k0s", "/var/lib/k0s/kubelet", "/var/run/cdi"),
+        ("microk8s", "/var/snap/microk8s/common/var/lib/kubelet", "/var/run/cdi"),
+    ],
+)
+def test_folders_of_kubelet_and_runtime_are_those_of_the_cluster(preset: str, kubelet: str, cdi: str) -> None:
+    made = helm.template(settings=[f"preset={json.dumps(preset)}"])
+    config = _configuration(made)
+    assert (config["kubelet"]["root"], config["host"]["cdi"]) == (kubelet, cdi)
+    # A constant of the kubelet, whatever its root is.
+    assert config["kubelet"]["devicePlugins"] == "/var/lib/kubelet/device-plugins"
+    pod = helm.one(made, "DaemonSet")["spec"]["template"]["spec"]
+    paths = {each["hostPath"]["path"] for each in pod["volumes"] if "hostPath" in each}
+    assert {f"{kubelet}/plugins_registry", f"{kubelet}/pod-resources", cdi} <= paths
+    # The kubelet would make it, and no pod starts where it cannot.
+    assert ("/etc/cdi" in paths) is (preset != "talos")
+    given = helm.template(settings=[f"preset={json.dumps(preset)}", 'host.cdi="/x"', 'kubelet.root="/y"'])
+    assert (_configuration(given)["host"]["cdi"], _configuration(given)["kubelet"]["root"]) == ("/x", "/y")
 
 
 HOST_SIDE = """

@@ -129,6 +129,7 @@ def test_host_folders_are_read_only_where_nothing_is_written() -> None:
 def test_every_host_folder_has_its_reason_written_down() -> None:
     """Path by path, and whether it can be written: by default, and with MPS and claims."""
     told = {row[0].split("`")[1]: row[1] for row in rows("## Host folders") if row[2]}
+    assert "only with `config.injection.gds`" in told.pop("/dev")
 
     def mounted(*settings: str) -> dict[str, bool]:
         pod = agent(*settings)
@@ -145,6 +146,21 @@ def test_every_host_folder_has_its_reason_written_down() -> None:
             assert told[path] == "read-only; with MPS read-write"
         elif path in plain:
             assert told[path].startswith("read-write" if writable else "read-only"), path
+
+
+@pytest.mark.parametrize(
+    ("more", "there"),
+    [((), True), (("mps.enabled=true",), False), (('driver.source="host"',), False)],
+)
+def test_device_nodes_are_seen_where_one_of_them_is_wanted(more: tuple[str, ...], there: bool) -> None:
+    """Below the driver root of an agent that has no other way to see them; never to be written."""
+    assert "devices" not in {each["name"] for each in agent(*more)["volumes"]}
+    pod = agent("config.injection.gds=true", *more)
+    mounts = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
+    found = {
+        mounts[name]["mountPath"] for name in ("devices", "udev") if mounts.get(name, {}).get("readOnly")
+    }
+    assert found == ({"/driver-root/dev", "/driver-root/run/udev"} if there else set())
 
 
 def test_hook_needs_no_host_and_no_root() -> None:

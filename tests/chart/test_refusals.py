@@ -14,7 +14,7 @@ BAD = {
     "unknown key of the configuration": ("config.vgpu.placment=1", ["placment", "not allowed"]),
     "unknown word": ('config.vgpu.placement="tight"', ["config.vgpu.placement", "binpack"]),
     "out of range": ("config.sampling.intervalSeconds=0", ["intervalSeconds", "0.1"]),
-    "no path": ('kubelet.root="kubelet"', ["kubelet.root", "^/"]),
+    "no path": ('kubelet.root="kubelet"', ["kubelet.root", "^(/.*)?$"]),
     "no surge": ("maxUnavailable=0", ["maxUnavailable"]),
     "bad duration": ('metrics.podMonitor.interval="soon"', ["metrics.podMonitor.interval"]),
     "bad account": ('policies.choicesAllowed=["it\'s"]', ["policies.choicesAllowed"]),
@@ -64,7 +64,7 @@ BAD = {
     ),
     "default mode that is nothing": (
         'config.defaultMode="mpss"',
-        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps, dra"],
+        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps, mig, dra"],
     ),
     "layout in a mode that is off": (
         'config.layouts={"mixed": [{"gpus": [0], "mode": "mps"}]}',

@@ -119,11 +119,11 @@ class Installation:
             raise helm.HelmRefused(done.stderr)
         return done.stdout
 
-    def install(self, *more: str) -> str:
+    def install(self, *more: str, chart: str = "") -> str:
         """Install and wait; what helm says at the end. `more`: further arguments of helm."""
         patience = f"--timeout={scaled(60):.0f}s"
         arguments = ["--create-namespace", f"--values={self._values}", "--wait", patience, *more]
-        return self.helm("install", RELEASE, str(helm.CHART), *arguments)
+        return self.helm("install", RELEASE, chart or str(helm.CHART), *arguments)
 
     def label(self, value: str | None) -> None:
         """Label the node with a mode."""

@@ -16,24 +16,20 @@ QUIET_SECONDS = 6.0  # nothing was bound for so long: nothing more will be
 
 def node(cluster: Cluster, name: str) -> None:
     """A ready node whose agent has published its GPUs."""
-    cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Node",
-            "metadata": {
-                "name": name,
-                "labels": {"made-up": "true"},
-                "annotations": {INVENTORY: encode(arrivals.inventory(GPUS))},
-            },
-        }
-    )
-    amounts = {
-        "cpu": "64",
-        "memory": "512Gi",
-        "pods": "200",
-        VGPU.core: str(CORES * GPUS),
-        VGPU.memory: str(arrivals.BLOCKS * GPUS),
-    }
+    units = {VGPU.core: str(CORES * GPUS), VGPU.memory: str(arrivals.BLOCKS * GPUS)}
+    bare_node(cluster, name, {INVENTORY: encode(arrivals.inventory(GPUS))}, units)
+
+
+def bare_node(
+    cluster: Cluster,
+    name: str,
+    annotations: dict[str, str] | None = None,
+    units: dict[str, str] | None = None,
+) -> None:
+    """A ready node with these annotations and extended resources."""
+    metadata = {"name": name, "labels": {"made-up": "true"}, "annotations": annotations or {}}
+    cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata})
+    amounts = {"cpu": "64", "memory": "512Gi", "pods": "200", **(units or {})}
     ready = {"type": "Ready", "status": "True", "reason": "Made", "message": "up"}
     cluster.api.request(
         "PATCH",
@@ -72,22 +68,20 @@ def pod_spec(size: int, pair: ResourcePair = VGPU) -> dict[str, Any]:
 
 def claiming_pod(cluster: Cluster, name: str, claims: list[dict[str, str]]) -> None:
     """A pod for these nodes that asks for claims (DRA)."""
+    metadata = {"name": name, "namespace": "default"}
+    cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": claiming_spec(claims)})
+
+
+def claiming_spec(claims: list[dict[str, str]]) -> dict[str, Any]:
+    """The spec of such a pod."""
     used = [{"name": each["name"]} for each in claims]
-    containers = [{"name": "main", "image": "none", "resources": {"claims": used}}]
-    cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name, "namespace": "default"},
-            "spec": {
-                "containers": containers,
-                "resourceClaims": claims,
-                "nodeSelector": {"made-up": "true"},
-                "tolerations": [{"operator": "Exists"}],
-                "terminationGracePeriodSeconds": 0,
-            },
-        }
-    )
+    return {
+        "containers": [{"name": "main", "image": "none", "resources": {"claims": used}}],
+        "resourceClaims": claims,
+        "nodeSelector": {"made-up": "true"},
+        "tolerations": [{"operator": "Exists"}],
+        "terminationGracePeriodSeconds": 0,
+    }
 
 
 def holder(cluster: Cluster, name: str, size: int, node: str, gpu: int, **spec: Any) -> None:

@@ -20,6 +20,8 @@ TOGETHER: Final[Mapping[str, Sequence[str]]] = {
         "test_policies",
         "test_install_extender",
         "test_documented_commands",
+        "test_pools",
+        "test_gke",
     ),
 }
 LONGEST_FIRST: Final = (

@@ -6,7 +6,12 @@ variable that is not set.
 """
 
 import json
+import os
+import stat
 from functools import partial
+from pathlib import Path
+
+import anyio
 
 from agent.injection.specification import KIND
 from tests.cluster import toolkit
@@ -90,3 +95,47 @@ async def test_container_restarts_without_the_agent(bare: Bare) -> None:
     # A pod that was taken in before keeps its GPU when the agent returns, to a file that it makes again.
     await bare.start()
     assert await thread(bare.gpu_of, "cdi-again") == before
+
+
+BESIDE = (
+    "nvidia-fs0",
+    "nvidia-fs1",
+    "gdrdrv",
+    "infiniband/rdma_cm",
+    "infiniband/uverbs0",
+    "nvidia-caps-imex-channels/channel0",
+)
+COMPANIONS = {
+    "injection.gds": True,
+    "injection.gdrcopy": True,
+    "injection.mofed": True,
+    "injection.imexChannels": [0],
+}
+
+
+def _make_companions(root: Path) -> None:
+    """Device nodes and files of GDS, GDRCopy, MOFED and IMEX below a driver root."""
+    for minor, name in enumerate(BESIDE):
+        node = root / "dev" / name
+        node.parent.mkdir(exist_ok=True)
+        os.mknod(node, mode=stat.S_IFCHR | 0o666, device=os.makedev(toolkit.MAJOR, 200 + minor))
+    for file in ("etc/cufile.json", "run/udev/data"):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text("{}")
+
+
+async def test_gds_mofed_gdrcopy_imex_reach_the_container(bare: Bare) -> None:
+    """By NVIDIA's generator; a node that lacks one of them offers nothing, and says so."""
+    await bare.rig.start_agent({**await bare.settings(), **COMPANIONS})
+    with anyio.fail_after(30):
+        while "/dev/nvidia-fs*" not in str((await bare.rig.node()).conditions.get("GPUModeReady")):
+            await anyio.sleep(0.2)
+    assert not await bare.rig.allocatable()
+    await bare.rig.stop_agent()
+
+    await thread(_make_companions, bare.folder)
+    await bare.start(**COMPANIONS)
+    await thread(bare.run, "cdi-beside", GLIBC_IMAGE)
+    nodes = (await thread(bare.shell, "cdi-beside", "find /dev -type c")).split()
+    assert {f"/dev/{name}" for name in BESIDE} <= set(nodes)
+    assert (await thread(bare.shell, "cdi-beside", "cat /etc/cufile.json /run/udev/data")) == "{}{}"

@@ -1,10 +1,12 @@
 """Replicas of a Deployment on nodes that exist as objects only: what the real kube-scheduler does."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from agent.model.demand import CORES
 from agent.model.placement import HINT
 from tests.cluster import extender_process, made_up
 from tests.cluster.api import Object
@@ -15,6 +17,7 @@ from tests.cluster.waiting import NotYet, eventually
 
 NODES = 3
 SIZE = 25
+Place = tuple[str, str]  # node, and index of a GPU
 
 
 @pytest.fixture(scope="module")
@@ -29,38 +32,43 @@ def directed(parts: Parts, port: int) -> Iterator[Cluster]:
 def test_replicas_spread_over_gpus(directed: Cluster, port: int, tmp_path: Path) -> None:
     """First over nodes, then over GPUs, then beside each other; pods without an owner go on packing."""
     with extender_process.serving(directed, port, tmp_path / "extender.log"):
-        deploy(directed, NODES)
-        first = places(directed)
-        assert len({node for node, _ in first}) == len(first) == NODES
-        deploy(directed, NODES * GPUS)
-        assert len(set(places(directed))) == NODES * GPUS
-        deploy(directed, NODES * GPUS + 2)
-        assert len(places(directed)) == NODES * GPUS + 2, "there is room beside others"
-        directed.delete("Deployment", "web", grace_seconds=0)
-        eventually(lambda: none_left(directed), timeout=60, what="the replicas are gone")
+        for number in range(1, NODES * GPUS + 1):
+            found = deployed(directed, number)
+            assert len(set(found)) == number
+            assert len({node for node, _ in found}) == min(number, NODES)
+        # All at once, on GPUs that have room for four each.
+        found = deployed(directed, 2 * NODES * GPUS)
+        assert max(Counter(found).values()) < CORES // SIZE
+        directed.delete("Deployment", "web", grace_seconds=0, api_version="apps/v1")
+        bound(directed, 0)
         for number in range(2):
             made_up.pod(directed, f"alone-{number}", SIZE)
-        alone = [pod for pod in made_up.settled(directed) if pod["metadata"]["name"].startswith("alone-")]
-        assert len({place(pod) for pod in alone}) == 1
+            found = bound(directed, number + 1)
+        assert len(set(found)) == 1
 
 
-def deploy(cluster: Cluster, replicas: int) -> None:
+def deployed(cluster: Cluster, replicas: int) -> list[Place]:
+    """Scale the Deployment; the place of each replica."""
     labels = {"app": "web"}
     template = {"metadata": {"labels": labels}, "spec": made_up.pod_spec(SIZE)}
     metadata = {"name": "web", "namespace": "default"}
-    deployment = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}
-    cluster.apply({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment})
+    spec = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}
+    cluster.apply({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec})
+    return bound(cluster, replicas)
 
 
-def none_left(cluster: Cluster) -> None:
-    if left := cluster.find_all("Pod"):
-        raise NotYet(f"{len(left)} pods")
+def bound(cluster: Cluster, count: int) -> list[Place]:
+    """Wait until so many pods have a node, and no others are there."""
+
+    def found() -> list[Place]:
+        pods = cluster.find_all("Pod")
+        places = [place(pod) for pod in pods if pod["spec"].get("nodeName")]
+        if not len(places) == len(pods) == count:
+            raise NotYet(f"{len(places)} of {len(pods)}")
+        return places
+
+    return eventually(found, timeout=60, what=f"{count} pods have nodes", interval=0.1)
 
 
-def places(cluster: Cluster) -> list[tuple[str, str]]:
-    """Node and GPU of each replica, once nothing more is bound."""
-    return [place(pod) for pod in made_up.settled(cluster)]
-
-
-def place(pod: Object) -> tuple[str, str]:
+def place(pod: Object) -> Place:
     return pod["spec"]["nodeName"], pod["metadata"]["annotations"][f"{HINT}0"]

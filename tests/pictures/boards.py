@@ -7,7 +7,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -47,12 +47,12 @@ async def _pages() -> Mapping[str, tuple[str, int]]:
     with tempfile.TemporaryDirectory(prefix="gna-") as folder:
         async with (
             embedded_rig() as rig,
-            mode_node(rig, layouts=LAYOUTS, mps__probeSeconds=0.5) as node,
+            mode_node(rig, layouts=LAYOUTS, mps__probeSeconds=0.5, sampling__activity=True) as node,
             anyio.create_task_group() as group,
         ):
             port = await port_of(node)
             async with (
-                page_of(KUBE_STATE_METRICS.read_text()) as others,
+                page_of(KUBE_STATE_METRICS.read_text() + "".join(_owners())) as others,
                 prometheus(Path(folder), port, _rules(), {"kube-state-metrics": others}) as server,
             ):
                 await node.want("mixed")
@@ -63,6 +63,23 @@ async def _pages() -> Mapping[str, tuple[str, int]]:
                 found = {path.stem: await _page(server, path) for path in queries.DASHBOARDS}
             group.cancel_scope.cancel()
     return found
+
+
+OWNERS = {
+    "train": ("Job", "train-17"),
+    "notebook": ("StatefulSet", "notebook"),
+    "classifier": ("ReplicaSet", "classifier-6c8d9f7b5d"),
+    "late-model": ("ReplicaSet", "late-model-7b9c4d5f6"),
+    "chat": ("ReplicaSet", "chat-5d4f8b9c7"),
+    "embed": ("<none>", "<none>"),
+}
+
+
+def _owners() -> Iterator[str]:
+    """The controllers of the pods below, as kube-state-metrics has them."""
+    for pod, (kind, name) in OWNERS.items():
+        labels = f'namespace="default",pod="{pod}",owner_kind="{kind}",owner_name="{name}"'
+        yield f'kube_pod_owner{{{labels},owner_is_controller="true"}} 1\n'
 
 
 def _rules() -> dict[str, str]:
@@ -95,6 +112,8 @@ async def _day(rig: EmbeddedRig, node: ModeNode, work: Work) -> None:
             rig.machine.load(
                 slot, utilization=percent, power_w=74 + 5.6 * percent, temperature_c=31 + percent // 3
             )
+            parts = (percent, percent * 4 // 5, percent // 3, percent // 2)
+            rig.machine.gpu(slot).activity[:] = list(parts)
         for number, pid in enumerate(work.shares):
             most = (92, 18, 14, 16, 12, 13)[number % 6]
             work.shares[pid] = max(1, int(most * (0.75 + 0.25 * math.sin(now / 9 + number))))
@@ -155,7 +174,13 @@ async def _answer(
     expression = target["expr"].replace("$__rate_interval", "1m")
     for name in names:
         expression = expression.replace(f"${name}", ".*")
-    found = await server.range(expression, SECONDS, 2)
+    if target.get("instant"):
+        vector = await server.query(expression)
+        found: Sequence[Mapping[str, Any]] = [
+            {"metric": each["metric"], "values": [each["value"]]} for each in vector
+        ]
+    else:
+        found = await server.range(expression, SECONDS, 2)
     legend = target.get("legendFormat", "")
     return [
         Series(

@@ -35,7 +35,7 @@ def limits(value: Any) -> Iterator[Mapping[str, int]]:
 
 def test_each_workload_asks_for_one_mode_and_for_both_halves_of_a_share() -> None:
     found = [asked for each in manifests() for asked in limits(each)]
-    assert len(found) == len(manifests()) == 5
+    assert len(found) == len(manifests()) == 6
     modes = [ASKED.index(set(asked)) for asked in found]
     assert set(modes) == {0, 1, 2}
     for asked in found:
@@ -46,7 +46,18 @@ def test_each_workload_asks_for_one_mode_and_for_both_halves_of_a_share() -> Non
 
 def test_the_workloads_that_people_ask_for_are_there() -> None:
     text = PAGE.read_text()
-    for word in ("vLLM", "PyTorch", "Triton", "KServe", "Notebooks", "TensorFlow", "JAX", "PaddlePaddle"):
+    for word in (
+        "vLLM",
+        "PyTorch",
+        "Triton",
+        "KServe",
+        "Notebooks",
+        "TensorFlow",
+        "JAX",
+        "PaddlePaddle",
+        "NCCL",
+        "MPIJob",
+    ):
         assert word in text
     rows = re.findall(r"^\| `[^|]+\| [^|]+\| (1\. [^|]+2\. [^|]+3\. [^|]+)\| [^|]+\|$", text, re.MULTILINE)
     assert len(rows) >= 15, "each error has a cause, three checks and a remedy"

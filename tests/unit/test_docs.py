@@ -81,7 +81,7 @@ def test_make_help_names_every_verb() -> None:
         timeout=30,
     ).stdout
     for verb in (
-        *("check", "demo", "test", "test-long", "test-cluster", "test-gpu", "bench"),
+        *("check", "demo", "test", "test-long", "test-cluster", "test-peers", "test-gpu", "bench"),
         *("lint", "format", "proto", "docs", "image", "chart", "lock", "clean"),
     ):
         assert re.search(rf"^{verb}\b|\b{verb} ", text, re.MULTILINE), verb

@@ -178,6 +178,32 @@ def test_builds_are_told_apart(tree: Path) -> None:
     assert built(tree) == ("7.9.0", "7.9.0")
 
 
+def test_a_file_that_git_does_not_know_and_a_clone_that_is_cut_off_show(tree: Path, tmp_path: Path) -> None:
+    package = tree / "agent/__init__.py"
+    package.write_text(package.read_text().replace("7.8.9", "7.9.0.dev0"))
+    commit(tree, "first")
+    (tree / "README.md").write_text("Other words.\n")
+    commit(tree, "second")
+    whole = built(tree)[0]
+    (tree / "agent" / "more.py").write_text("x = 1\n")
+    one = built(tree)[0]
+    (tree / "agent" / "more.py").write_text("x = 2\n")
+    (tree / "notes.txt").write_text("in no build")
+    assert one.startswith(f"{whole}.d")
+    assert built(tree)[0].startswith(f"{whole}.d")
+    assert built(tree)[0] != one
+    cut = tmp_path / "cut"
+    subprocess.run(
+        ["git", "clone", "--quiet", "--depth=1", f"file://{tree}", str(cut)], check=True, timeout=30
+    )
+    assert re.fullmatch(r"7\.9\.0-dev\.0\.g[0-9a-f]{10}\.shallow", built(cut)[0])
+    deep = tmp_path / "deep"
+    subprocess.run(
+        ["git", "clone", "--quiet", "--depth=9", f"file://{tree}", str(deep)], check=True, timeout=30
+    )
+    assert built(deep)[0] == whole
+
+
 def test_a_tree_between_two_releases_is_not_released(tree: Path) -> None:
     release(tree, "name", *NAMES)
     for name, said in (

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import yaml
 from blockbuster import BlockingError
 
 from agent import settings
+from tests.cluster.build import BuildError, agent_image
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -182,3 +184,21 @@ def test_scripts_are_executable_and_parse(script: str) -> None:
     path = ROOT / ".ci" / script
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("user", "programs"), [(1000, ("apt-get", "buildah", "debootstrap")), (0, ("buildah",))]
+)
+def test_an_image_that_cannot_be_built_here_is_refused_with_the_way_that_can(
+    user: int, programs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a user, and on a system without apt: at once, in one sentence, and in that of docs/install.md."""
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
+    with pytest.raises(BuildError) as refusal:
+        agent_image.build(lambda _: None)
+    said = str(refusal.value)
+    assert "needs root" in said
+    (way,) = re.findall(r"docker build .*(?= -t )", said)
+    assert way in (ROOT / "docs" / "install.md").read_text()
+    assert "cluster" not in said

@@ -1,11 +1,11 @@
-"""The API of a scheduler's extender beside nodes and pods: bindings and leases."""
+"""The API of a scheduler's extender beside nodes and pods: bindings, leases, and ConfigMaps of its own."""
 
 import itertools
 
 from aiohttp import web
 
 from .api_server import Api
-from .http_objects import Object, status_text
+from .http_objects import Object, merge, status_text
 
 
 class SchedulingApi:
@@ -14,16 +14,21 @@ class SchedulingApi:
     def __init__(self, api: Api) -> None:
         self._api = api
         self._leases: dict[str, Object] = {}
+        self._maps: dict[str, dict[str, str]] = {}  # data by name
         self._versions = itertools.count(1)
 
     def routes(self) -> list[web.RouteDef]:
         """To be added to an application."""
+        maps = "/api/v1/namespaces/{namespace}/configmaps"
         leases = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         return [
             web.post("/api/v1/namespaces/{namespace}/pods/{name}/binding", self._bind),
             web.post(leases, self._new_lease),
             web.get(leases + "/{name}", self._lease),
             web.patch(leases + "/{name}", self._patch_lease),
+            web.post(maps, self._new_map),
+            web.get(maps + "/{name}", self._map),
+            web.patch(maps + "/{name}", self._patch_map),
         ]
 
     async def _bind(self, request: web.Request) -> web.Response:
@@ -63,6 +68,29 @@ class SchedulingApi:
         metadata = {"name": name, "resourceVersion": str(next(self._versions))}
         self._leases[name] = {"metadata": metadata, "spec": spec}
         return web.json_response(self._leases[name])
+
+    async def _map(self, request: web.Request) -> web.Response:
+        return self._map_answer(request.match_info["name"])
+
+    async def _new_map(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        name = body["metadata"]["name"]
+        if self._api.reachable:
+            self._maps.setdefault(name, body.get("data", {}))
+        return self._map_answer(name)
+
+    async def _patch_map(self, request: web.Request) -> web.Response:
+        name, body = request.match_info["name"], await request.json()
+        if self._api.reachable and name in self._maps:
+            merge(self._maps[name], body.get("data", {}))
+        return self._map_answer(name)
+
+    def _map_answer(self, name: str) -> web.Response:
+        if not self._api.reachable:
+            return _status(503, "the server is away")
+        if name not in self._maps:
+            return _status(404, f'configmaps "{name}" not found')
+        return web.json_response({"metadata": {"name": name}, "data": self._maps[name]})
 
 
 def _status(code: int, message: str) -> web.Response:

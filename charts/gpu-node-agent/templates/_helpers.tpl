@@ -91,6 +91,12 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- end -}}
 {{- end -}}
 
+{{- /* Whether an agent without the host's root looks for further device nodes: of GDS, GDRCopy, RDMA, IMEX. */ -}}
+{{- define "gna.companions" -}}
+{{- $injection := .Values.config.injection | default dict -}}
+{{- if and (or $injection.gds $injection.gdrcopy $injection.mofed $injection.imexChannels) (not .Values.simulator.enabled) (not (include "gna.hostDriver" .)) (eq (include "gna.hostRoot" .) "/") }}true{{ end -}}
+{{- end -}}
+
 {{- define "gna.writesChoice" -}}
 {{- $vgpu := dig "vgpu" "writeChoice" true .Values.config -}}
 {{- if or (and .Values.vgpu.enabled $vgpu) .Values.mps.enabled }}true{{ end -}}
@@ -109,6 +115,11 @@ sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 
 {{- define "gna.ends" -}}
 {{- if and (include "gna.enforces" .) (eq (dig "vgpu" "aboveCap" "report" .Values.config) "end") }}true{{ end -}}
+{{- end -}}
+
+{{- /* Whether the agent's container has a capability for that: a privileged one has all. */ -}}
+{{- define "gna.kills" -}}
+{{- if and (include "gna.ends" .) (not (include "gna.hostDriver" .)) }}true{{ end -}}
 {{- end -}}
 
 {{- /* Resizing takes a policy that says who may ask for it. */ -}}
@@ -134,6 +145,7 @@ modes:
   pgpu: {{ .Values.pgpu.enabled }}
   vgpu: {{ .Values.vgpu.enabled }}
   mps: {{ .Values.mps.enabled }}
+  mig: {{ .Values.mig.enabled }}
 {{- if .Values.dra.enabled }}
 dra:
   enabled: true
@@ -152,7 +164,7 @@ https:
 logging:
   format: json
 kubelet:
-  root: {{ .Values.kubelet.root | quote }}
+  root: {{ include "gna.kubeletRoot" . | quote }}
   devicePlugins: {{ .Values.kubelet.devicePlugins | quote }}
 driver:
   root: {{ include "gna.driverRoot" . | quote }}
@@ -175,6 +187,7 @@ injection:
   {{- end }}
 host:
   state: {{ include "gna.state" . | quote }}
+  cdi: {{ include "gna.cdi" . | quote }}
 {{- if include "gna.cgroups" . }}
   cgroups: /host-cgroups
 {{- end }}

@@ -5,10 +5,9 @@
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if and .Values.affinity (not .Values.simulator.enabled) }}
-# Not with simulated GPUs: no node has a label that names GPUs then.
+{{- with include "gna.affinity" . }}
 affinity:
-  {{- toYaml .Values.affinity | nindent 2 }}
+  {{- . | nindent 2 }}
 {{- end }}
 tolerations:
   # The agent's own: an agent that was killed during a switch has left it, and the next one removes it.
@@ -42,7 +41,7 @@ privileged: false
 allowPrivilegeEscalation: false
 capabilities:
   drop: [ALL]
-  {{- if include "gna.ends" . }}
+  {{- if include "gna.kills" . }}
   # To end containers above their cap, also with processes of other users.
   add: [KILL]
   {{- end }}
@@ -81,13 +80,13 @@ seccompProfile:
   mountPath: {{ .Values.kubelet.devicePlugins }}
   readOnly: true
 - name: plugins-registry
-  mountPath: {{ .Values.kubelet.root }}/plugins_registry
+  mountPath: {{ include "gna.kubeletRoot" . }}/plugins_registry
 - name: pod-resources
-  mountPath: {{ .Values.kubelet.root }}/pod-resources
+  mountPath: {{ include "gna.kubeletRoot" . }}/pod-resources
 {{- if and .Values.dra.enabled (include "gna.hostDriver" .) }}
 # Only where the agent is privileged anyway: the kubelet's record of claims is replaced as a file, and lies there.
 - name: kubelet
-  mountPath: {{ .Values.kubelet.root }}
+  mountPath: {{ include "gna.kubeletRoot" . }}
   readOnly: true
 {{- end }}
 - name: state
@@ -99,10 +98,12 @@ seccompProfile:
   mountPropagation: Bidirectional
   {{- end }}
 - name: cdi
-  mountPath: /var/run/cdi
+  mountPath: {{ include "gna.cdi" . }}
+{{- if not (include "gna.preset" . | fromYaml).fixed }}
 - name: cdi-static
   mountPath: /etc/cdi
   readOnly: true
+{{- end }}
 {{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
 # All GPUs, for runtimes that take no variable from containers without privilege (Bottlerocket); others ignore it.
 - name: all-gpus
@@ -127,6 +128,16 @@ seccompProfile:
   {{- end }}
   readOnly: true
 {{- end }}
+{{- if include "gna.companions" . }}
+# To be seen: without privilege none of them can be opened.
+- name: devices
+  mountPath: /driver-root/dev
+  mountPropagation: HostToContainer
+  readOnly: true
+- name: udev
+  mountPath: /driver-root/run/udev
+  readOnly: true
+{{- end }}
 {{- if include "gna.cgroups" . }}
 - name: cgroups
   mountPath: /host-cgroups
@@ -143,27 +154,29 @@ seccompProfile:
 {{- define "gna.volumes" -}}
 - name: config
   configMap:
-    name: {{ include "gna.fullname" . }}
+    name: {{ include "gna.fullname" . }}{{ include "gna.poolSuffix" . }}
 - name: tmp
   emptyDir: {medium: Memory, sizeLimit: 16Mi}
 - name: device-plugins
   hostPath: {path: {{ .Values.kubelet.devicePlugins | quote }}, type: Directory}
 - name: plugins-registry
-  hostPath: {path: {{ printf "%s/plugins_registry" .Values.kubelet.root | quote }}, type: Directory}
+  hostPath: {path: {{ printf "%s/plugins_registry" (include "gna.kubeletRoot" .) | quote }}, type: Directory}
 - name: pod-resources
-  hostPath: {path: {{ printf "%s/pod-resources" .Values.kubelet.root | quote }}, type: Directory}
+  hostPath: {path: {{ printf "%s/pod-resources" (include "gna.kubeletRoot" .) | quote }}, type: Directory}
 {{- if and .Values.dra.enabled (include "gna.hostDriver" .) }}
 - name: kubelet
-  hostPath: {path: {{ .Values.kubelet.root | quote }}, type: Directory}
+  hostPath: {path: {{ include "gna.kubeletRoot" . | quote }}, type: Directory}
 {{- end }}
 - name: state
   hostPath: {path: {{ include "gna.state" . | quote }}, type: DirectoryOrCreate}
 - name: run
   hostPath: {path: /run/gpu-node-agent, type: DirectoryOrCreate}
 - name: cdi
-  hostPath: {path: /var/run/cdi, type: DirectoryOrCreate}
+  hostPath: {path: {{ include "gna.cdi" . | quote }}, type: DirectoryOrCreate}
+{{- if not (include "gna.preset" . | fromYaml).fixed }}
 - name: cdi-static
   hostPath: {path: /etc/cdi, type: DirectoryOrCreate}
+{{- end }}
 {{- if not (or .Values.simulator.enabled (include "gna.hostDriver" .)) }}
 - name: all-gpus
   hostPath: {path: /dev/null}
@@ -174,6 +187,12 @@ seccompProfile:
 {{- else if not .Values.simulator.enabled }}
 - name: driver-files
   hostPath: {path: {{ eq (include "gna.hostRoot" .) "/" | ternary "/usr" (include "gna.hostRoot" .) | quote }}}
+{{- end }}
+{{- if include "gna.companions" . }}
+- name: devices
+  hostPath: {path: /dev, type: Directory}
+- name: udev
+  hostPath: {path: /run/udev, type: DirectoryOrCreate}
 {{- end }}
 {{- if include "gna.cgroups" . }}
 - name: cgroups

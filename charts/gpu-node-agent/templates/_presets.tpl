@@ -2,7 +2,8 @@
 Where the agent's own NVML comes from, by kind of cluster. What a value says goes before its preset.
 source: runtime or host; hostRoot: the driver root on the host; runtimeClass: of the agent's pods; devRoot: where the host has
 its device nodes, where that is not the driver root; state: a folder whose files the host may execute; plain: containers get nodes and
-driver by mounts where they cannot by CDI, since no runtime of NVIDIA's is there.
+driver by mounts where they cannot by CDI, since no runtime of NVIDIA's is there; kubelet: its root; cdi: where the runtime reads
+specifications that are written while it runs; fixed: nothing below /etc can be made.
 */ -}}
 {{- define "gna.presets" -}}
 toolkit: {source: runtime, hostRoot: /, runtimeClass: "", meaning: "NVIDIA's container runtime is the nodes' default one"}
@@ -13,6 +14,9 @@ aks: {source: runtime, hostRoot: /, runtimeClass: "", meaning: "AKS, whose GPU n
 gke: {source: host, hostRoot: /home/kubernetes/bin/nvidia, devRoot: /, state: /home/kubernetes/bin/gpu-node-agent, plain: true, runtimeClass: "", quota: true, meaning: "GKE with Google's driver installer"}
 openshift: {source: host, hostRoot: /run/nvidia/driver, runtimeClass: "", openshift: true, meaning: "OpenShift with NVIDIA's GPU operator"}
 bottlerocket: {source: runtime, hostRoot: /, runtimeClass: "", meaning: "Bottlerocket, whose runtime takes devices from a mount"}
+talos: {source: runtime, hostRoot: /, runtimeClass: nvidia, cdi: /var/cdi/dynamic, fixed: true, meaning: "Talos with NVIDIA's system extensions"}
+k0s: {source: runtime, hostRoot: /, runtimeClass: nvidia, kubelet: /var/lib/k0s/kubelet, meaning: "k0s, whose kubelet has a root of its own"}
+microk8s: {source: runtime, hostRoot: /, runtimeClass: nvidia, kubelet: /var/snap/microk8s/common/var/lib/kubelet, meaning: "MicroK8s, whose kubelet has a root of its own"}
 host: {source: host, hostRoot: /, runtimeClass: "", meaning: "the host's own driver, mounted; the agent is privileged"}
 {{- end -}}
 
@@ -79,6 +83,14 @@ host: {source: host, hostRoot: /, runtimeClass: "", meaning: "the host's own dri
 {{- /* On the host and in the agent's container, by one name: runtimes execute and mount what lies there. */ -}}
 {{- define "gna.state" -}}
 {{ coalesce .Values.host.state (include "gna.preset" . | fromYaml).state "/var/lib/gpu-node-agent" }}
+{{- end -}}
+
+{{- define "gna.kubeletRoot" -}}
+{{ coalesce .Values.kubelet.root (include "gna.preset" . | fromYaml).kubelet "/var/lib/kubelet" }}
+{{- end -}}
+
+{{- define "gna.cdi" -}}
+{{ coalesce .Values.host.cdi (include "gna.preset" . | fromYaml).cdi "/var/run/cdi" }}
 {{- end -}}
 
 {{- /* Of the agent's pods; the host's driver and simulated GPUs need none. */ -}}

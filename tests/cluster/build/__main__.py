@@ -1,19 +1,29 @@
-"""`python -m tests.cluster.build`: build what the tests of the cluster lack, with progress lines."""
+"""`python -m tests.cluster.build [peers]`: build what the tests of the cluster lack, with progress lines.
+
+`peers`: for the tests with other projects' programs.
+"""
 
 import sys
 import time
 
 from tests.cluster.build import BuildError, agent_image, build_parts, cache, missing_parts, release_tools
 from tests.cluster.build.container_toolkit import toolkit_family
+from tests.cluster.build.peers import PEERS, built
 
 PROGRAMS = (release_tools.REGISTRY, release_tools.ACTIONLINT)
 """Programs that only the tests of releases need."""
 PROGRAM_MINUTES = 2
 
 
-def missing() -> list[str]:
+def missing(with_peers: bool) -> list[str]:
     """Parts to be built, each with the minutes that it takes on two cores that do nothing else."""
     found = missing_parts()
+    if with_peers:
+        return found + [
+            f"{each.family.label} (about {each.minutes} min, once)"
+            for each in PEERS
+            if not cache.is_built(each.family.label, each.key())
+        ]
     found += [
         f"{family.label} (about {PROGRAM_MINUTES} min, once)"
         for family in (*PROGRAMS, toolkit_family())
@@ -26,15 +36,19 @@ def missing() -> list[str]:
 
 def main() -> int:
     """Return 0 when all is there, 1 (with the reason on standard error) when something cannot be had."""
-    started = time.monotonic()
+    started, with_peers = time.monotonic(), "peers" in sys.argv[1:]
 
     def report(line: str) -> None:
         sys.stdout.write(f"{time.monotonic() - started:7.1f} s  {line}\n")
         sys.stdout.flush()
 
     try:
-        report(f"to build first: {', '.join(missing()) or 'nothing'}")
+        report(f"to build first: {', '.join(missing(with_peers)) or 'nothing'}")
         build_parts(report)
+        if with_peers:
+            for each in PEERS:
+                built(each, report)
+            return 0
         for family in PROGRAMS:
             release_tools.program(family, report)
         agent_image.build(report)

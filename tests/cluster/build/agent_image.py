@@ -6,6 +6,7 @@ cross-compiled, and the rest of the Dockerfile runs under qemu-user.
 """
 
 import hashlib
+import os
 import shutil
 import sys
 import tempfile
@@ -48,6 +49,7 @@ def build(report: Report, architecture: str = "", version: str = "") -> Path:
     `architecture` is Debian's name of a processor; empty: the machine's own. `version` is what its program
     says; empty: what is written, so that tests build it again for other sources only.
     """
+    _able()
     own = emulation.own_architecture()
     wanted = architecture or own
     foreign = "" if wanted == own else wanted
@@ -142,6 +144,17 @@ def _build(context: Path, base: Path, into: Path, architecture: str, version: st
         run("building the agent's image", [*buildah, *argv], timeout=1800)
         destination = f"oci-archive:{into}/agent.tar:{IMAGE}"
         run("writing the image", [*buildah, "push", "--quiet", IMAGE, destination], timeout=300)
+
+
+def _able() -> None:
+    """Raise BuildError where this way cannot be gone, with the other one."""
+    root = os.geteuid() == 0
+    if not root or not (shutil.which("apt-get") or all(map(shutil.which, TOOLS))):
+        raise BuildError(
+            f"without an engine an image is built by {' and '.join(TOOLS)}, which needs root"
+            f"{' on Debian or Ubuntu' if root else ''}; anywhere else, and as a user: docker build "
+            '--build-arg VERSION="$(.ci/release version --package)" -t NAME .'
+        )
 
 
 def main(arguments: list[str]) -> int:

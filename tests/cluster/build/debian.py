@@ -36,9 +36,7 @@ def _present(name: str) -> bool:
 def unpack(package: str, into: Path, report: Report) -> None:
     """Download a package and unpack its files under `into`; the machine's package database is not touched."""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        raise BuildError(
-            f"package {package} is needed: the test cluster is built on Debian or Ubuntu (no apt-get)"
-        )
+        raise BuildError(f"package {package} is needed, and this is neither Debian nor Ubuntu (no apt-get)")
     downloads = into.parent / f"{into.name}.deb.d"
     downloads.mkdir(parents=True)
     try:

@@ -34,7 +34,7 @@ KUEUE = Peer(
     ),
     module="sigs.k8s.io/kueue",
     manifests=("config/components/crd/bases", "config/components/webhook"),
-    minutes=6,
+    minutes=10,
 )
 KARPENTER = Peer(
     family=GoFamily(
@@ -45,7 +45,7 @@ KARPENTER = Peer(
     ),
     module="sigs.k8s.io/karpenter",
     manifests=("pkg/apis/crds", "kwok/apis/crds"),
-    minutes=4,
+    minutes=5,
 )
 KWOK = Peer(
     family=GoFamily(

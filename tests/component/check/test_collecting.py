@@ -44,7 +44,7 @@ async def collected(seconds: float, daemonset: list[Answer], *pods: Answer) -> t
     async with serving() as (fake, api):
         fake.script(DAEMONSET, *daemonset)
         fake.script(PODS, *pods)
-        code = await collect(api, "ns", "preflight", seconds, said.append)
+        code = await collect(api, "ns", ["preflight"], seconds, said.append)
         assert fake.of(PODS)[0].query == {"labelSelector": "app.kubernetes.io/component=preflight"}
     return code, "\n".join(said)
 

@@ -94,6 +94,29 @@ async def test_other_names_are_allowed_by_option(pki: Authority) -> None:
         assert (await _bind(scheduler, pki, "second", "p"))[0] == 200
 
 
+async def test_who_may_only_ask_binds_nothing(pki: Authority) -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    pod = api.pod("p", 20, 10)
+    async with serving(pki, api, **{"tls.simulateNames": '["second-scheduler"]'}) as scheduler:
+        status, text = await _bind(scheduler, pki, "second", "p")
+        assert status == 403
+        assert "tls.clientNames has system:kube-scheduler" in text
+        question = {"Pod": pod, "NodeNames": ["a"]}
+        for name, expected in (("second", 200), ("scheduler", 200), (next(iter(OTHERS)), 403)):
+            assert await _status(scheduler, pki, name, "simulate", question) == expected
+        assert await _status(scheduler, pki, "second", "predicates", question) == 403
+    assert api.bindings == []
+
+
+async def _status(scheduler: Scheduler, pki: Authority, name: str, verb: str, body: object) -> int:
+    assert scheduler.extender.https is not None
+    url = f"https://127.0.0.1:{scheduler.extender.https.port}/scheduler/{verb}"
+    context = await anyio.to_thread.run_sync(_context, pki, name)
+    async with aiohttp.ClientSession() as http, http.post(url, json=body, ssl=context) as reply:
+        return reply.status
+
+
 async def test_a_handshake_that_is_never_finished_is_ended(
     pki: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:

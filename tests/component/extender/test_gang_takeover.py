@@ -141,6 +141,19 @@ async def test_a_choice_that_cannot_be_recorded_is_no_answer() -> None:
         assert api.config_maps[RECORD]["data"].keys() == {"member"}
 
 
+async def test_a_record_that_somebody_deletes_is_made_again_with_all_that_is_kept() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus_of(2))
+    first, second = (member(api, name, cores=60) for name in ("first", "second"))
+    async with api.serving(), leader(api) as scheduler:
+        assert await sent(scheduler, first, "a") == ["a"]
+        api.config_maps.clear()
+        status, text = await scheduler.post("predicates", {"Pod": second, "NodeNames": ["a"]})
+        assert (status, "it was made again" in text) == (503, True)
+        assert await sent(scheduler, second, "a") == ["a"]
+        assert api.config_maps[RECORD]["data"].keys() == {"first", "second"}
+
+
 async def test_without_the_right_to_record_gangs_are_served_as_before() -> None:
     api = ClusterApi(config_maps_answer=403)
     api.node("a", *gpus_of(2))

@@ -100,6 +100,25 @@ async def test_nodes_that_are_not_there_yet_are_judged_by_their_objects() -> Non
         assert list(fleet.nodes) == ["full"]
 
 
+async def test_hundreds_of_new_nodes_are_judged_for_a_pod_that_is_hard_to_place() -> None:
+    """Nodes of one group are alike, and no next question could go on where this one ended."""
+    api = ClusterApi()
+    odd = {"tencent.com/vcuda-core": "700", "tencent.com/vcuda-memory": "2240"}
+    async with api.serving(), leader(api) as scheduler:
+        wants = api.pod("wants", 60, 10)
+        wants["spec"]["containers"] = [
+            {"name": f"c{number}", "resources": {"limits": {"tencent.com/vcuda-core": str(size)}}}
+            for number, size in enumerate((53, 52, 51, 49, 48, 47, 46, 34, 33, 33, 32, 32, 31, 30, 29, 28))
+        ]
+        for each in wants["spec"]["containers"]:
+            each["resources"]["limits"]["tencent.com/vcuda-memory"] = "1"
+        new = [node(f"new-{number}", VGPU_NODE if number % 2 else odd) for number in range(600)]
+        answer = await simulate(scheduler, wants, *new)
+        assert not [why for why in answer["FailedNodes"].values() if why.startswith("not reached")]
+        assert len(fits(answer)) + len(answer["FailedNodes"]) == 600
+        assert len(set(answer["FailedNodes"].values())) <= 2
+
+
 async def test_a_node_that_cannot_be_imagined_is_judged_by_totals_or_refused() -> None:
     api = ClusterApi()
     async with api.serving(), leader(api) as scheduler:

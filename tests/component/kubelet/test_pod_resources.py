@@ -9,7 +9,7 @@ import anyio.to_thread
 import grpc
 import pytest
 
-from agent.simulator.kubelet import ContainerSpec, EmbeddedKubelet, Phase, PodSpec
+from agent.simulator.kubelet import ContainerSpec, EmbeddedKubelet, Phase, PodSpec, podresources_server
 from tests.component.kubelet.conftest import FAST
 from tests.component.kubelet.peer import GPU, Plugin, PodResources, pod_resources
 from tests.component.kubelet.steps import EIGHT, held, pod, ready, run
@@ -79,7 +79,9 @@ async def test_finished_pods(root: Path, face: str, listed: bool) -> None:
             assert {one for _, one in table["next", "main"]} == held(kubelet, pod("next")) == set(EIGHT)
 
 
-async def test_calls_above_the_rate_are_refused(kubelet: EmbeddedKubelet) -> None:
+async def test_calls_above_the_rate_are_refused(
+    kubelet: EmbeddedKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def hammer(lister: PodResources) -> list[grpc.StatusCode]:
         codes = []
         for _ in range(60):
@@ -90,8 +92,10 @@ async def test_calls_above_the_rate_are_refused(kubelet: EmbeddedKubelet) -> Non
         return codes
 
     async with kubelet.running():
-        codes = await ask(kubelet, hammer)
-        assert codes
+        with monkeypatch.context() as slow:  # a busy machine asks for no more than 100 a second
+            slow.setattr(podresources_server, "RATE", 0.001)
+            codes = await ask(kubelet, hammer)
+        assert len(codes) == 60 - podresources_server.BURST
         assert set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         await anyio.sleep(0.1)
         await ask(kubelet, lambda lister: lister.held())  # tokens come back

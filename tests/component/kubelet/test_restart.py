@@ -15,6 +15,7 @@ from tests.component.kubelet.conftest import FAST
 from tests.component.kubelet.peer import GPU, V1BETA1, Plugin, pod_resources
 from tests.component.kubelet.steps import EIGHT, held, pod, ready, run
 from tests.component.kubelet.waiting import eventually
+from tests.pace import scaled
 
 
 def file(root: Path) -> Path:
@@ -65,7 +66,7 @@ async def test_pods_keep_their_devices_without_a_new_allocate(kubelet: EmbeddedK
 
 async def test_nothing_is_listed_until_the_pods_are_told(root: Path) -> None:
     """The socket serves, the plugin is back, units are held; and still no pod is there to hold them."""
-    kubelet = EmbeddedKubelet(root, status_tick=0.02, timings=replace(FAST, first_pods=1.0))
+    kubelet = EmbeddedKubelet(root, status_tick=0.02, timings=replace(FAST, first_pods=scaled(1.0)))
     async with kubelet.running():
         with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
             await ready(kubelet)

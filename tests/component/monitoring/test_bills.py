@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from agent.model.demand import VGPU
 from agent.model.growth import Growth
 from agent.model.holding import Holding, Record
 from agent.telemetry.shares import shares_of
-from tests.component.monitoring.promtool import Document, check, in_1024ths, series
+from tests.component.monitoring import queries
+from tests.component.monitoring.promtool import Document, check, holds, in_1024ths, series
 from tests.unit.modes.nodes import gpu as made_gpu
 
 GIB = 1 << 30
@@ -65,3 +68,36 @@ def test_slices_and_memory_are_billed_once(tmp_path: Path) -> None:
 def offered() -> int:
     """Bytes that vGPU offers of a GPU."""
     return VGPU.blocks(made_gpu(0).memory_bytes) * VGPU.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "owner"),
+    [
+        ("ReplicaSet", "web-api-6c8d9f7b5d", "Deployment/web-api"),
+        ("ReplicaSet", "by-hand", "ReplicaSet/by-hand"),
+        ("StatefulSet", "db", "StatefulSet/db"),
+        ("Job", "nightly-29384756", "CronJob/nightly"),
+        # A name for each run.
+        ("Job", "train-17", "Job"),
+        ("PyTorchJob", "llama-2026-11-24", "PyTorchJob"),
+        ("Node", "gpu-1", "Node"),
+        ("<none>", "<none>", "Pod"),
+        ("", "", "Pod"),
+    ],
+)
+def test_owners_do_not_grow_in_number_with_time(tmp_path: Path, kind: str, name: str, owner: str) -> None:
+    place = {"node": "n", "gpu": "G0", "index": "0", "mode": "vgpu"}
+    inputs = [
+        series("gpu_agent_container_held_ratio", "0.5x20", namespace="a", pod=pod, container="main", **place)
+        for pod in ("p", "unknown")
+    ]
+    who = {"namespace": "a", "owner_kind": kind, "owner_name": name}
+    inputs += [
+        series("kube_pod_owner", "1x20", pod="p", owner_is_controller="true" if kind else "", **who),
+        series("kube_pod_owner", "1x20", pod="holds-no-gpu", owner_is_controller="true", **who),
+    ]
+    expected = {f'{{namespace="a", owner="{owner}"}}': 0.5, '{namespace="a"}': 0.5}
+    record = "namespace_owner:gpu_agent_held:sum"
+    held = [holds(15, record, {record + labels: value for labels, value in expected.items()})]
+    (path,) = (each for each in queries.RULES if each.stem == "recording")
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": held}, [path])

@@ -1,7 +1,7 @@
 """promtool runs every recording rule over a restart of agent and kube-state-metrics: nothing counts twice."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -413,4 +413,25 @@ def test_measured_use_is_divided_by_limits_of_what_is_measured(tmp_path: Path) -
     used, limit = "pod:gpu_agent_memory_used_bytes:max5m", "pod:gpu_agent_measured_memory_limit_bytes:sum"
     work, cores = "pod:gpu_agent_utilization:mean5m", "pod:gpu_agent_measured_core_limit:sum"
     expected = [holds(15, f"{used} / {limit}", {pod: 0.5}), holds(15, f"{work} / {cores}", {pod: 0.5})]
+    check(tmp_path, {"input_series": inputs, "promql_expr_test": expected})
+
+
+def test_two_clusters_with_the_same_names_are_two(tmp_path: Path) -> None:
+    """Nodes, pods and namespaces of one name: each cluster has its own figures."""
+    inputs = [
+        {**each, "series": each["series"].replace("{", f'{{cluster="{cluster}", ', 1)}
+        for each in chain(of_the_agent(), of_kube_state_metrics())
+        for cluster in ("x", "y")
+    ]
+
+    def twice(record: str, samples: Mapping[str, float]) -> dict[str, float]:
+        if record == "cluster:gpu_agent_month:info":
+            return {record + labels: value for labels, value in samples.items()}
+        return {
+            f'{record}{{cluster="{cluster}", {labels.strip("{}")}}}'.replace(", }", "}"): value
+            for labels, value in samples.items()
+            for cluster in ("x", "y")
+        }
+
+    expected = [holds(31, record, twice(record, samples)) for record, samples in EVERYWHERE.items()]
     check(tmp_path, {"input_series": inputs, "promql_expr_test": expected})

@@ -298,6 +298,9 @@ def test_program_is_found_in_the_driver_root_before_path(newest: Program, tmp_pa
     inside = tmp_path / "usr" / "bin" / "nvidia-cuda-mps-control"
     inside.parent.mkdir(parents=True)
     inside.symlink_to(newest.path)
+    loader = tmp_path / "lib64" / "ld-linux-x86-64.so.2"
+    loader.parent.mkdir()
+    loader.touch()  # as in every root that programs can run in
     found = find(tmp_path, search=folder)
     assert found == Program(inside, tmp_path)
     assert found.inner == "/usr/bin/nvidia-cuda-mps-control"

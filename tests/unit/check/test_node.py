@@ -104,6 +104,26 @@ def test_docker_s_runtime_is_not_taken_for_containerd_s(node: Node) -> None:
     assert "runc by its defaults" in node.faults()["default runtime"]
 
 
+def test_devices_beside_gpus_are_looked_for_where_they_are_wanted(node: Node) -> None:
+    subject = "devices beside GPUs"
+    assert subject not in node.grades()
+    root = node.root / "beside"
+    wanted = ("injection.gdrcopy=true", f"injection.driverRoot={root}")
+    for name in ("nvidiactl", "gdrdrv"):
+        (root / "dev").mkdir(parents=True, exist_ok=True)
+        (root / "dev" / name).touch()
+    assert node.grades(*wanted)[subject] is Severity.OK
+    (root / "dev" / "gdrdrv").unlink()
+    assert "no /dev/gdrdrv" in node.faults(*wanted)[subject]
+
+
+def test_nvidia_s_runtime_has_another_name_on_aks(node: Node) -> None:
+    node.own = Own(wanted=False)
+    aks = {"/etc/containerd/config.toml": CONTAINERD.format(runtime="nvidia-container-runtime")}
+    written(node.root, aks)
+    assert "default runtime" not in node.faults()
+
+
 @pytest.mark.parametrize("cdi", [True, False])
 def test_a_configuration_that_cannot_be_read_is_no_pass(node: Node, cdi: bool) -> None:
     if not cdi:

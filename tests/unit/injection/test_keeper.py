@@ -42,6 +42,7 @@ class Machine:
         self.names = names
         self.failure: Exception | None = None
         self.calls = 0
+        self.nodes: tuple[str, ...] = ()
 
     async def generate(self) -> Specification:
         self.calls += 1
@@ -49,6 +50,9 @@ class Machine:
         if self.failure:
             raise self.failure
         return parse(text(*self.names))
+
+    async def beside(self) -> tuple[str, ...]:
+        return self.nodes
 
 
 class Scene:
@@ -138,6 +142,14 @@ async def test_nothing_else_does(scene: Scene, change: Snapshot) -> None:
     await scene.keeper.keep()
     assert scene.machine.calls == 1
     assert scene.written() == {"GPU-0", "GPU-1"}
+
+
+async def test_devices_beside_the_gpus_that_come_make_it_anew(scene: Scene) -> None:
+    await scene.keeper.keep()
+    scene.machine.nodes = ("dev/nvidia-fs0",)
+    await scene.keeper.keep()
+    await scene.keeper.keep()
+    assert scene.machine.calls == 2
 
 
 async def test_the_file_of_the_agent_before_serves_until_a_new_one_is_made(scene: Scene) -> None:

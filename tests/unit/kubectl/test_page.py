@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agent.kubectl import page as page_module
 from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import KubectlFailed
 from agent.kubectl.page import PAGE_HTML, Page, policy
@@ -133,7 +134,8 @@ async def test_the_page_calls_no_gpu_free_whose_holders_are_not_known() -> None:
         assert await tab.value(TILES) == ["GPU 0, mode vgpu, healthy, holders not known"]
 
 
-def test_windows_share_one_question() -> None:
+def test_windows_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "NEWEST_SECONDS", 60.0)  # for as long as a busy machine needs
     count = 0
 
     def ask() -> Any:
@@ -144,7 +146,7 @@ def test_windows_share_one_question() -> None:
     with Page(ask) as page:
         for _ in range(5):
             assert fetched(page, f"/{page.secret}/view")[0] == 200
-    assert count <= 2
+    assert count == 1
 
 
 @pytest.mark.parametrize("colour", ["light", "dark"])

@@ -74,6 +74,9 @@ class Lists(ResourceSet):
         if mode not in self.enabled:
             self.enabled.append(mode)
 
+    def look(self) -> None:
+        pass
+
     def refresh(self) -> None:
         self.history.append(self.assignment.value)
 
@@ -186,6 +189,7 @@ async def switching(
     lingering: Any = None,
     unexplained: Any = None,
     state: Cell[SwitchState] | None = None,
+    lacks: Cell[str] | None = None,
     run: bool = True,
 ) -> AsyncIterator[Node]:
     """Run a switcher over `gpus`; the first request is `desired`, or mode `first` everywhere.
@@ -210,6 +214,7 @@ async def switching(
         lingering=lingering,
         unexplained=unexplained,
         state=state,
+        lacks=lacks,
     )
     async with anyio.create_task_group() as group:
         if run:

@@ -56,6 +56,20 @@ async def test_a_claimed_node_sells_nothing_and_an_unknown_word_does_not_change_
         assert node.modes() == ["off"]
 
 
+async def test_a_node_that_lacks_what_comes_with_a_gpu_offers_none() -> None:
+    """Until it is there: containers would be started without, and fail where nobody looks for it."""
+    lacks = Cell("injection.gds is on, and this node has no /dev/nvidia-fs*")
+    async with switching(gpu(0), gpu(1), desired=PGPU, lacks=lacks) as node:
+        await settle(node, Phase.BLOCKED)
+        assert node.modes() == ["off", "off"]
+        assert "no GPU can be offered as pgpu: injection.gds is on" in node.switcher.state.value.message
+        lacks.publish("")
+        await node.reach("pgpu", "pgpu")
+        await settle(node, Phase.APPLIED)
+        lacks.publish("injection.gds is on, and this node has no /dev/nvidia-fs*")
+        await node.reach("off", "off")
+
+
 async def test_refuse_survives_a_restart() -> None:
     kubelet = Kubelet()
     kubelet.hold("train", "nvidia.com/gpu", gpu(1).uuid)

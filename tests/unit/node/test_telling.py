@@ -53,7 +53,8 @@ class OwnNode:
             raise NodeNotWritten(self.refuse)
         assert self.known is not None
         self.known |= {key: value for key, value in labels.items() if value is not None}
-        self.notes |= {key: value for key, value in annotations.items() if value is not None}
+        notes = self.notes | dict(annotations)
+        self.notes = {key: value for key, value in notes.items() if value is not None}
         self.changes.publish(object())
 
     def condition(self, kind: str) -> OwnCondition | None:

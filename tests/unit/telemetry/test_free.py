@@ -1,8 +1,11 @@
 """Free GPUs by mode."""
 
+from dataclasses import replace
+
 import pytest
 
 from agent.kit.cell import Cell
+from agent.model.claim_device import ClaimedShare
 from agent.model.growth import Growth
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
@@ -93,6 +96,21 @@ def test_time_slices_and_whole_gpus() -> None:
     taken = [*held((1, "r", 1)), Holding("b", "q", "main", "nvidia.com/gpu", (UUIDS[2],))]
     assert found(modes, taken)["pgpu"] == (1, 1.75, 1.0, 0)
     assert found({1: modes[1]}, taken)["pgpu"] == (0, 0.75, 0.25, 0)
+
+
+def test_a_claim_that_containers_share_is_held_once() -> None:
+    def claimed(container: str, mode: Mode, cores: int = 0, memory: int = 0) -> Holding:
+        share = ClaimedShare(UUIDS[0], mode, cores, memory, claim="team-gpu")
+        return Holding("a", "p", container, "", (), share=share)
+
+    whole = [claimed(name, Mode.PGPU) for name in ("one", "two")]
+    found_whole = shares_of(Record(tuple(whole), ()), GPUS)
+    assert [each.held for each in found_whole] == [0.5, 0.5]
+    parts = [claimed(name, Mode.MPS, cores=40, memory=8) for name in ("one", "two")]
+    assert [each.held for each in shares_of(Record(tuple(parts), ()), GPUS)] == [0.2, 0.2]
+    assert found({0: GpuMode(Mode.MPS)}, parts)["mps"][1] == 0.6
+    others = [replace(parts[1], namespace="b")]  # a claim of that name in another namespace
+    assert [each.held for each in shares_of(Record((parts[0], *others), ()), GPUS)] == [0.4, 0.4]
 
 
 def test_a_gpu_that_drains_or_is_off_has_nothing_to_give() -> None:
