@@ -88,7 +88,7 @@ async def build_switching(
         return Endpoint(plugin, root, settings.device_plugins_folder, record.allocated, lambda: record.began)
 
     resources = ResourceSet(
-        {mode: wing.plugins() for mode, wing in wings.items()},
+        {mode: wing.plugins for mode, wing in wings.items()},
         readiness.endpoints,
         endpoint_of,
         core.supervisor,

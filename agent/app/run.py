@@ -117,6 +117,7 @@ def core_of(settings: Settings, nvml: NvmlPort, cluster: ClusterAccess | None = 
     listeners = [node_events(cluster.events.node)] if cluster else []
     inventory = Inventory(rules_from(settings.health), listeners)
     holdings = HoldingsWatch(PodResources(Path(settings.kubelet.root)), settings.device_plugins_folder)
+    holdings.instances = lambda: inventory.snapshot.value.parents
     return Core(
         settings,
         nvml,

@@ -1,10 +1,9 @@
 """Looks at the driver and its GPUs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from agent.model.compat import dotted
-from agent.model.gpu import Gpu
 from agent.model.look import Look
 from agent.modes.wing import Machine
 from agent.nvml.nvml_errors import NvmlError
@@ -36,12 +35,3 @@ def look_at_machine(nvml: NvmlPort, state: Path) -> tuple[Machine, Sequence[Look
     else:
         looks.append(Look.failed("GPUs", "the driver knows no GPU; see dmesg and nvidia-smi"))
     return Machine(driver, tuple(gpus), state), looks
-
-
-def look_at_mig(gpus: Sequence[Gpu]) -> Iterator[Look]:
-    """GPUs in MIG mode, which no mode offers."""
-    if mig := [str(gpu.index) for gpu in gpus if gpu.mig_enabled]:
-        yield Look.warning(
-            "MIG",
-            f"on for GPU {', '.join(mig)}: such a GPU is not offered; nvidia-smi -i <index> -mig 0 ends it",
-        )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agent.app.wings import WINGS
-from agent.check.driver_check import look_at_machine, look_at_mig
+from agent.check.driver_check import look_at_machine
 from agent.check.host import HostFiles
 from agent.check.injection import look_at_injection, way_of
 from agent.check.kubelet import look_at_kernel, look_at_kubelet
@@ -35,7 +35,6 @@ def look(settings: Settings, nvml: NvmlPort, seen: Observation) -> Iterator[Look
     """Look at everything, one after the other. Blocks."""
     machine, looks = look_at_machine(nvml, seen.host.folder(settings.host.state))
     yield from looks
-    yield from look_at_mig(machine.gpus)
     for wing in WINGS:
         yield from wing.checks(settings, machine)
     way = way_of(settings, seen.host, seen.facts, seen.own, driver=machine.driver is not None)

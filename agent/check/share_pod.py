@@ -45,7 +45,7 @@ def share_of(mode: Mode, resource: str | None = None) -> TrialShare:
     """A small share; `resource` of a mode with several of its own."""
     if pair := mode.row.pair:
         return TrialShare(mode, {pair.core: CORES, pair.memory: MEMORY_BYTES // pair.block_bytes})
-    return TrialShare(mode, {resource or mode.resources[0]: 1})
+    return TrialShare(mode, {resource or next(iter(mode.resources), f"{mode.row.prefix}1g.18gb"): 1})
 
 
 def choose(mode: Mode | None, allocatable: Iterable[Mapping[str, str]], where: str) -> TrialShare:
@@ -53,9 +53,13 @@ def choose(mode: Mode | None, allocatable: Iterable[Mapping[str, str]], where: s
     offered = {name for node in allocatable for name, amount in node.items() if amount != "0"}
     for each in OFFERED_MODES if mode is None else (mode,):
         single = [resource for resource in each.row.single if resource in offered]
+        single += sorted(name for name in offered if each.row.prefix and name.startswith(each.row.prefix))
         if single or (each.row.pair and offered.issuperset(each.resources)):
             return share_of(each, single[0] if single else None)
-    wanted = " or ".join(" and ".join(each.resources[:2]) for each in ([mode] if mode else OFFERED_MODES))
+    wanted = " or ".join(
+        " and ".join(each.resources[:2]) or f"{each.row.prefix}*"
+        for each in ([mode] if mode else OFFERED_MODES)
+    )
     word = (mode or OFFERED_MODES[0]).value
     raise NothingOffered(
         f"{wanted} is not on offer {where}; give a node the mode (kubectl label node NODE "

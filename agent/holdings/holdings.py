@@ -11,13 +11,13 @@ import anyio.to_thread
 import structlog
 
 from agent.holdings.checkpoint import Checkpoint, CheckpointUnreadable, Entries
-from agent.holdings.record import OURS, Evidence, PodEvidence, PodKey, View, join
+from agent.holdings.record import Evidence, PodEvidence, PodKey, View, join
 from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kubelet.kubelet_socket import Identity, KubeletSocket
 from agent.kubelet.podresources import LIST_SECONDS, PodResources, PodResourcesUnavailable
 from agent.model.holding import Holding, Record
-from agent.model.ids import BadDeviceId, parse
+from agent.model.ids import PREFIXES, BadDeviceId, parse
 from agent.model.pod import Pod
 
 log = structlog.get_logger()
@@ -43,7 +43,7 @@ def strangers_by_gpu(pods: Record, gpus: Mapping[int, str]) -> dict[str, tuple[H
     for holding in pods.holdings:
         ours = holding.resource.startswith("nvidia.com/gpu")
         for text in holding.ids:
-            gpu = _gpu_of_stranger(text, gpus) if text.startswith(OURS) or ours else None
+            gpu = _gpu_of_stranger(text, gpus) if text.startswith(PREFIXES) or ours else None
             if gpu and gpu not in found:
                 found[gpu] = (holding, text)
     return found
@@ -77,6 +77,8 @@ class HoldingsWatch:
         # The pods of this node by the API server, and the cell that is published when they change.
         self.view: Callable[[], View] = View
         self.pod_changes: Cell[Any] = Cell(None)
+        # The GPU of each instance, both by UUID, as the inventory knows them.
+        self.instances: Callable[[], Mapping[str, str]] = dict
         # Asks the API server for pods, by UID, beside the watch: the view shows what it answered.
         self.ask_after: Callable[[Mapping[str, PodKey]], Awaitable[None]] | None = None
         self._checkpoint_known = False  # whether this process has read it at least once
@@ -93,7 +95,7 @@ class HoldingsWatch:
     def gpus_by_pod(self) -> dict[str, frozenset[str]]:
         """The GPUs that each pod holds something of, by the pod's UID, or held until its object went."""
         found = {
-            uid: frozenset[str]().union(*(each.gpus for each in pod.holdings.values()))
+            uid: self._whole(frozenset[str]().union(*(each.gpus for each in pod.holdings.values())))
             for uid, pod in {**self._doubted, **self._record.pods}.items()
         }
         for uid, gpus in self._gpus_by_claims().items():
@@ -126,7 +128,12 @@ class HoldingsWatch:
             for each in self._record.joined.holdings
             if id(each) not in named and not (each.share and (each.namespace, each.pod) in shown)
         )
-        return frozenset[str]().union(*nameless)
+        return self._whole(frozenset[str]().union(*nameless))
+
+    def _whole(self, uuids: frozenset[str]) -> frozenset[str]:
+        """With the GPUs of instances in their place."""
+        gpus = self.instances()
+        return frozenset(gpus.get(uuid, uuid) for uuid in uuids)
 
     def allocated(self) -> None:
         """The kubelet was handed devices: read soon who has got them."""
@@ -257,6 +264,9 @@ class HoldingsWatch:
         """The record by this reading; it is kept unless one that began later was answered before."""
         same = kubelet == self._answered_by
         record = join(self._record, listed, entries, self.view(), same_kubelet=same, fresh=True, read=read)
+        # One that somebody has destroyed may still have a holder.
+        parents = {**record.joined.parents, **self.instances()}
+        record = replace(record, joined=replace(record.joined, parents=parents))
         if listed.began >= self._record.listed.began:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from agent.holdings.checkpoint import Entries
 from agent.model.holding import Holding, Record, Source
+from agent.model.ids import PREFIXES
 from agent.model.pod import Pod
 
 PodKey = tuple[str, str]  # namespace, name
 Place = tuple[str, str]  # container, resource
 NOTHING = Record((), ())
-OURS = "GPU-"  # begins every device ID of this agent
 # A watch that speaks so long after a reading has shown all pods of which that reading can know.
 LAG_SECONDS = 30.0
 
@@ -172,6 +172,7 @@ def join(
         finished,
         frozenset(uid for uid, each in view.pods.items() if each.devices and not each.finished)
         | (pods.keys() & named.keys()) - finished,
+        parents=before.joined.parents,
         leftover=frozenset(leftover),
         began=listed.began,
     )
@@ -212,7 +213,7 @@ def _by_pod(
     """
     found: dict[str, dict[Place, frozenset[str]]] = {}
     for (uid, container, resource), ids in entries.items():
-        if any(text.startswith(OURS) for text in ids):
+        if any(text.startswith(PREFIXES) for text in ids):
             found.setdefault(uid, {})[container, resource] = ids
     for uid, pod in before.pods.items():
         known = view.pods.get(uid)

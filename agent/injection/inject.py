@@ -5,7 +5,7 @@ What works on which cluster, and what is refused where: docs/injection.md.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from agent.kit.cell import Cell
 from agent.kit.supervise import describe
 from agent.kubelet.plugin_types import Allocation, DeviceNode
 from agent.model.claim_device import SHARE_KIND, visible
-from agent.model.gpu import Gpu
+from agent.model.gpu import Gpu, Instance
 from agent.model.mount import Mount
 from agent.settings import Settings
 
@@ -133,6 +133,28 @@ def _version(text: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
+def capabilities(proc: Path) -> dict[str, str]:
+    """Numbers of the device nodes by which instances are used, by the driver's names for these. Blocks.
+
+    It has a line `gpu0/gi1/ci0/access 13` for each that could ever be made; without MIG there is no file.
+    """
+    try:
+        lines = (proc / "driver/nvidia-caps/mig-minors").read_text().splitlines()
+    except OSError:
+        return {}
+    return dict(line.split() for line in lines if len(line.split()) == 2)
+
+
+def _nodes_of(minors: Mapping[str, str], instances: Sequence[tuple[Gpu, Instance]]) -> list[str]:
+    """Device nodes of instances, below /dev."""
+    wanted = [
+        f"gpu{gpu.minor}/{part}/access"
+        for gpu, each in instances
+        for part in (f"gi{each.gpu_instance}", f"gi{each.gpu_instance}/ci{each.compute_instance}")
+    ]
+    return [f"nvidia-caps/nvidia-cap{minors[name]}" for name in dict.fromkeys(wanted) if name in minors]
+
+
 class Injector:
     """Builds what a container needs to see a set of whole GPUs."""
 
@@ -142,6 +164,8 @@ class Injector:
         self._own: Cell[Devices] = own or Cell(Devices())
         self.software: NodeSoftware | None = None
         self.looked: Cell[NodeSoftware | None] = Cell(None)
+        self._capabilities: Mapping[str, str] = {}
+        self._toolkits: frozenset[str] = frozenset()
         self.choice = choose(settings, None, frozenset())
         self.companions = () if settings.simulator.profile else wanted(settings.injection)
         self._root = Path(settings.injection.driver_root or settings.driver.root)
@@ -152,8 +176,10 @@ class Injector:
     def look(self, software: NodeSoftware | None) -> None:
         """Find out which way the node supports. Blocks on files: call it from a thread."""
         self.software = software
+        self._capabilities = capabilities(Path(self._settings.host.proc))
         folders = (Path(self._settings.host.cdi), Path("/etc/cdi"))
-        choice = choose(self._settings, software, toolkit_devices(folders), self._own.value)
+        self._toolkits = toolkit_devices(folders)
+        choice = choose(self._settings, software, self._toolkits, self._own.value)
         if choice != self.choice:
             log.info("injection_chosen", cdi=choice.cdi, reason=choice.reason)
         self.choice = choice
@@ -187,6 +213,20 @@ class Injector:
             self.lacks.publish(self._lacking)
 
     @property
+    def named(self) -> Cell[Devices]:
+        """The devices of our own specification."""
+        return self._own
+
+    def lacks_device(self, instance: str) -> str:
+        """Why containers cannot get an instance yet, in words; empty: they can.
+
+        Instances come and go while the agent runs, and a specification that names one is made a moment later.
+        """
+        if not self.choice.cdi or instance in self._own.value.names | self._toolkits:
+            return ""
+        return self._own.value.problem or "no CDI specification names it yet"
+
+    @property
     def own_cdi(self) -> bool:
         """Whether devices of the agent's own specification reach containers, however GPUs are injected."""
         auto = self._settings.injection.strategy == "auto"
@@ -216,7 +256,16 @@ class Injector:
 
     def allocation(self, gpus: Sequence[Gpu]) -> Allocation:
         """Environment, mounts, device nodes or CDI names for `gpus`, in the order given."""
-        uuids = [gpu.uuid for gpu in gpus]
+        return self._allocation([gpu.uuid for gpu in gpus], gpus, ())
+
+    def instances(self, found: Sequence[tuple[Gpu, Instance]]) -> Allocation:
+        """The same for instances, each with its GPU."""
+        gpus = list(dict.fromkeys(gpu for gpu, _ in found))
+        return self._allocation([each.uuid for _, each in found], gpus, found)
+
+    def _allocation(
+        self, uuids: Sequence[str], gpus: Sequence[Gpu], instances: Sequence[tuple[Gpu, Instance]]
+    ) -> Allocation:
         variable = {VISIBLE_DEVICES: ",".join(uuids)}
         for companion in self.companions:
             variable |= companion.variables
@@ -232,12 +281,15 @@ class Injector:
         return Allocation(
             environment=variable,
             mounts=tuple(mounts),
-            device_nodes=self._nodes(gpus) if configured.device_nodes else (),
+            device_nodes=self._nodes(gpus, instances) if configured.device_nodes else (),
         )
 
-    def _nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:
+    def _nodes(
+        self, gpus: Sequence[Gpu], instances: Sequence[tuple[Gpu, Instance]]
+    ) -> tuple[DeviceNode, ...]:
         root = (self._settings.driver.dev_root or "").rstrip("/")
         names = [f"nvidia{gpu.minor}" for gpu in gpus] + list(COMMON_NODES)
+        names += _nodes_of(self._capabilities, instances)
         # A stat of a device node never blocks: devtmpfs is memory.
         names += [name for name in OPTIONAL_NODES if os.path.exists(f"{root}/dev/{name}")]  # noqa: PTH110
         names += [name.removeprefix("dev/") for name in self._seen]

@@ -85,7 +85,7 @@ class SpecificationKeeper:
         try:
             made = await self._generator.generate()
             held = self._held.value
-            made = made.keeping(self._standing, None if held is None else held.by_gpu.keys())
+            made = made.keeping(self._standing, None if held is None else held.uuids)
             await anyio.to_thread.run_sync(
                 atomic_file.write, self._file.parent, self._file.name, made.encoded()
             )
@@ -107,11 +107,14 @@ class SpecificationKeeper:
         return None if needs is None else (needs, *await self._generator.beside())
 
     def _lacking(self, made: Specification) -> str | None:
-        # In MIG mode only the instances have devices, and nobody is given such a GPU.
+        # In MIG mode only the instances have devices.
         present = {
-            state.uuid
+            uuid
             for state in self._inventory.value.gpus
-            if not state.health.away and not state.gpu.mig_enabled
+            if not state.health.away
+            for uuid in (
+                [each.uuid for each in state.gpu.instances] if state.gpu.mig_enabled else [state.uuid]
+            )
         }
         if missing := sorted(present - made.names):
             return (
@@ -131,7 +134,7 @@ def _needs(snapshot: Snapshot) -> Hashable:
     if snapshot.driver is None or snapshot.problem or snapshot.released_until is not None:
         return None
     gpus = frozenset(
-        (state.uuid, state.gpu.minor, state.gpu.mig_enabled)
+        (state.uuid, state.gpu.minor, state.gpu.mig_enabled, state.gpu.instances)
         for state in snapshot.gpus
         if not state.health.away
     )

@@ -87,7 +87,7 @@ class GpuMonitor:
                 fault = Fault(FaultKind.ECC)
             case EventKind.ECC_SINGLE:
                 return  # corrected: the counters have it
-        await self._inventory.mailbox.post(Accused(event.uuid, fault, boot_seconds()))
+        await self._inventory.mailbox.post(Accused(event.uuid, fault, boot_seconds(), event.instance))
         self._look_again()
 
     def _look_again(self) -> None:

@@ -51,6 +51,7 @@ class Accused:
     uuid: str
     fault: Fault
     at: float
+    instance: tuple[int, int] | None = None  # GPU and compute instance that it concerns alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The only place where the inventory changes: a pure function from a snapshot and a message to the next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -19,6 +19,7 @@ from agent.inventory.messages import (
 )
 from agent.inventory.snapshot import GpuState, HealthRecord, KernelXid, Snapshot
 from agent.model import health as verdicts
+from agent.model.gpu import Gpu
 from agent.model.health import HEALTHY, Fault, FaultKind, Health, Rules
 
 __all__ = ["LOST", "Message", "Scanned", "Unavailable", "records", "reduce"]
@@ -34,8 +35,8 @@ def reduce(before: Snapshot, message: Message, rules: Rules = STANDARD) -> Snaps
             after = _after_scan(before, message, rules)
         case Unavailable():
             after = _unavailable(before, message, rules)
-        case Accused(uuid, fault, at):
-            after = _with_health(before, uuid, lambda one: verdicts.event(one, fault, rules, at))
+        case Accused():
+            after = _accused(before, message, rules)
         case KernelXidSeen(xid, at):
             after = _of_device(before, xid, lambda one: _accused_by_kernel(one, xid, rules, at))
         case XidExplained(xid, at):
@@ -44,7 +45,7 @@ def reduce(before: Snapshot, message: Message, rules: Rules = STANDARD) -> Snaps
             remembered = {record.gpu.uuid: record for record in records}
             after = replace(before, remembered=remembered, awaiting=kernel_xids)
         case Cleared(uuid):
-            after = _with_health(before, uuid, lambda _: HEALTHY)
+            after = _of_gpu(before, uuid, lambda state: replace(state, health=HEALTHY, sick={}))
         case Removed(uuid):
             kept = tuple(state for state in before.gpus if state.uuid != uuid or not state.health.away)
             after = before if kept == before.gpus else replace(before, gpus=kept)
@@ -82,10 +83,28 @@ def _with_health(before: Snapshot, uuid: str, change: Callable[[Health], Health]
     after = change(known.health)
     if after is known.health:
         return before
-    return replace(
-        before,
-        gpus=tuple(replace(state, health=after) if state.uuid == uuid else state for state in before.gpus),
+    return _of_gpu(before, uuid, lambda state: replace(state, health=after))
+
+
+def _of_gpu(before: Snapshot, uuid: str, change: Callable[[GpuState], GpuState]) -> Snapshot:
+    return replace(before, gpus=tuple(change(one) if one.uuid == uuid else one for one in before.gpus))
+
+
+def _accused(before: Snapshot, message: Accused, rules: Rules) -> Snapshot:
+    """Of an instance that is not known, or not any more, the GPU is accused."""
+    uuid, fault, at = message.uuid, message.fault, message.at
+    known = before.by_uuid.get(uuid)
+    parts = (
+        {(each.gpu_instance, each.compute_instance): each.uuid for each in known.gpu.instances}
+        if known
+        else {}
     )
+    part = parts.get(message.instance) if message.instance else None
+    if known and part:
+        judged = verdicts.event(known.sick.get(part, HEALTHY), fault, rules, at)
+        sick = {**known.sick, part: judged} if judged is not HEALTHY else known.sick
+        return _of_gpu(before, uuid, lambda state: replace(state, sick=sick))
+    return _with_health(before, uuid, lambda one: verdicts.event(one, fault, rules, at))
 
 
 def _of_device(before: Snapshot, xid: KernelXid, change: Callable[[Health], Health]) -> Snapshot:
@@ -102,7 +121,7 @@ def _after_scan(before: Snapshot, scan: Scanned, rules: Rules) -> Snapshot:
         if old is None:
             old = _first_seen(before, GpuState(gpu), rules, scan.at)
         health = _judged(old.health, probes.get(gpu.uuid), rules, scan.at)
-        present.append(GpuState(gpu, health))
+        present.append(GpuState(gpu, health, sick=_sick(old, gpu, probes.get(gpu.uuid), rules, scan.at)))
     seen = {state.uuid for state in present}
     # GPUs of the verdict file that do not answer now: their IDs stay listed for their holders.
     unseen = [
@@ -154,6 +173,19 @@ def _judged(health: Health, probe: Probed | None, rules: Rules, at: float) -> He
     return verdicts.probe_passed(
         health, rules, at, probe.obstacle, probe.was_reset, probe.action, probe.remap_failed
     )
+
+
+def _sick(old: GpuState, gpu: Gpu, probe: Probed | None, rules: Rules, at: float) -> Mapping[str, Health]:
+    """Instances that are not well, of those that are there: they recover as their GPU would."""
+    if not old.sick or probe is None or probe.fault is not None:
+        return old.sick
+    there = {each.uuid for each in gpu.instances}
+    judged = {
+        uuid: verdicts.probe_passed(health, rules, at, probe.obstacle, probe.was_reset)
+        for uuid, health in old.sick.items()
+        if uuid in there
+    }
+    return {uuid: health for uuid, health in judged.items() if health is not HEALTHY}
 
 
 def _lost(state: GpuState) -> Probed:

@@ -19,6 +19,8 @@ class GpuState:
     health: Health = HEALTHY
     # Why the node as a whole cannot serve it now (NVML is closed or cannot be used); its own verdict stays.
     blocked: str = ""
+    # Instances of which the driver said that something is wrong with them alone, by UUID.
+    sick: Mapping[str, Health] = field(default_factory=dict)
 
     @property
     def uuid(self) -> str:
@@ -28,6 +30,11 @@ class GpuState:
     def healthy(self) -> bool:
         """Whether its units may be handed out."""
         return not self.blocked and self.health.offered
+
+    def trouble_of(self, instance: str) -> str:
+        """Why an instance may not be handed out, in words; empty: it may."""
+        sick = self.sick.get(instance)
+        return self.cause or (sick.cause if sick and not sick.offered else "")
 
     @property
     def cause(self) -> str:
@@ -92,3 +99,8 @@ class Snapshot:
     remembered: Mapping[str, HealthRecord] = field(default_factory=dict, repr=False)
     awaiting: tuple[KernelXid, ...] = field(default=(), repr=False)
     by_uuid: dict[str, GpuState] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def parents(self) -> Mapping[str, str]:
+        """The GPU of each instance, both by UUID."""
+        return {each.uuid: state.uuid for state in self.gpus for each in state.gpu.instances}

@@ -11,6 +11,18 @@ class Driver:
 
 
 @dataclass(frozen=True, slots=True)
+class Instance:
+    """A part of a GPU in MIG mode that containers can have."""
+
+    uuid: str  # "MIG-5fd4f087-..."
+    gpu_instance: int  # numbers of the driver, by which its events name the instance
+    compute_instance: int
+    profile: str  # as NVIDIA writes it: "1g.18gb", "1c.3g.71gb", "1g.18gb+me"
+    memory_bytes: int
+    multiprocessors: int = 0  # 0: not known
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """Identity and fixed traits of one GPU. The UUID is the key; index and minor number may change."""
 
@@ -23,6 +35,7 @@ class Gpu:
     compute_capability: tuple[int, int]  # (9, 0)
     mig_enabled: bool = False
     numa_node: int | None = None  # None: the machine names none
+    instances: tuple[Instance, ...] = ()  # in MIG mode, in the driver's order
 
 
 def normalise_bus_id(text: str) -> str:

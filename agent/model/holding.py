@@ -111,6 +111,7 @@ class Record:
     # UIDs of pods that ask for devices and are not over by the API server, as far as it is known, and of
     # those that hold some by the kubelet though their object is gone: a static pod's mirror may be deleted.
     unfinished: frozenset[str] = frozenset()
+    parents: Mapping[str, str] = field(default_factory=dict)  # instance -> its GPU, both by UUID
     # Units of pods that are over which the kubelet's checkpoint still names: one that has just started offers
     # them to nobody before it has heard of all pods.
     leftover: frozenset[str] = field(default=frozenset(), compare=False)
@@ -121,6 +122,11 @@ class Record:
     def pods(self) -> frozenset[tuple[str, str]]:
         """Namespaces and names of the pods that the kubelet lists."""
         return frozenset(names[:2] for names in self.containers)
+
+    @cached_property
+    def uuids(self) -> frozenset[str]:
+        """GPUs and instances of which anything is held."""
+        return frozenset[str]().union(*(each.gpus for each in self.holdings))
 
     @cached_property
     def by_gpu(self) -> Mapping[str, Sequence[GpuHolder]]:
@@ -135,5 +141,5 @@ class Record:
                 with suppress(BadDeviceId):
                     device = parse(text)
                     holder = GpuHolder(MODE_OF_UNIT[device.unit], device.unit is REPLICA, holding)
-                    found.setdefault(device.gpu, {})[holder] = None
+                    found.setdefault(self.parents.get(device.gpu, device.gpu), {})[holder] = None
         return {gpu: list(holders) for gpu, holders in found.items()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 
 from agent.model.gpu import Driver, Gpu
 from agent.model.mps_abilities import client_ceiling
-from agent.model.units import REPLICA, WHOLE, ResourcePair, Unit, UnitKind
+from agent.model.units import INSTANCE, REPLICA, WHOLE, ResourcePair, Unit, UnitKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class ModeRow:
     # Resources of their own kind; those of a pair follow from it.
     single: tuple[str, ...] = ()
     single_units: tuple[Unit, ...] = ()  # what their device IDs stand for
+    prefix: str = ""  # begins the names of resources of which the GPUs say how many there are
+    partitioned: bool = False  # whether it is for GPUs in MIG mode, and for these alone
     pair: ResourcePair | None = None
     slices: bool = False  # whether a layout may cut its GPUs into time slices
     # Whether something has to run on a GPU before it is offered, and is torn down afterwards.
@@ -82,6 +84,7 @@ class Mode(Enum):
         ),
     )
     DRA = ("dra", ModeRow(by_claims=True))
+    MIG = ("mig", ModeRow(single_units=(INSTANCE,), prefix="nvidia.com/mig-", partitioned=True))
 
     @property
     def resources(self) -> tuple[str, ...]:
@@ -97,7 +100,7 @@ class Mode(Enum):
 
 
 # By device plugins; claims on a GPU of DRA choose among those in which it can be a device.
-OFFERED_MODES = tuple(mode for mode in Mode if mode.resources)
+OFFERED_MODES = tuple(mode for mode in Mode if mode.resources or mode.row.prefix)
 UNCLAIMED: Final = Mode.DRA  # of a GPU that no claim has chosen the mode of yet
 WHOLE_GPUS: Final = Mode.PGPU
 SHARES: Final = Mode.MPS

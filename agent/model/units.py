@@ -9,6 +9,7 @@ class UnitKind(Enum):
     REPLICA = "replica"  # a time slice of a whole GPU
     CORE = "core"  # 1 % of a GPU
     MEMORY = "memory"  # a block of its memory
+    INSTANCE = "instance"  # a part of a GPU in MIG mode
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # each is one of its kind
@@ -21,6 +22,7 @@ class Unit:
 
 WHOLE = Unit("", UnitKind.WHOLE)
 REPLICA = Unit("r", UnitKind.REPLICA)
+INSTANCE = Unit("", UnitKind.INSTANCE)  # its ID is the instance's own UUID
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,10 @@ from agent.model.node_layout import LayoutError, Target, resolve
 from agent.modes.desired import Desired
 from agent.modes.wing import Wing
 
-MIG_REASON = "the GPU is in MIG mode, which no mode of this agent offers; turn MIG off with nvidia-smi -mig 0"
+MIG_REASON = (
+    "the GPU is in MIG mode, and only mode mig offers its instances; ask for mig, or turn MIG off with "
+    "nvidia-smi -mig 0"
+)
 
 Wings = Mapping[Mode, Wing]
 NO_WINGS: Wings = MappingProxyType({})
@@ -79,7 +82,12 @@ def _gated(state: GpuState, target: Target, wings: Wings, lacks: str) -> GpuMode
     if target.mode is Mode.OFF:
         return GpuMode(reason="no mode is set for this GPU")
     wing, dra = wings.get(target.mode), target.mode.row.by_claims
-    own = MIG_REASON if state.gpu.mig_enabled else wing.obstacle(state) if wing else ""
-    if reason := own or lacks:
+    if reason := _obstacle(state, target, wing) or lacks:
         return GpuMode(reason=reason, refused=True)
     return GpuMode(target.mode, replicas=target.replicas, dra=dra)
+
+
+def _obstacle(state: GpuState, target: Target, wing: Wing | None) -> str:
+    if state.gpu.mig_enabled and not target.mode.row.partitioned:
+        return MIG_REASON
+    return wing.obstacle(state) if wing else ""

@@ -21,14 +21,17 @@ class ResourceSet:
 
     def __init__(
         self,
-        plugins: Mapping[Mode, Sequence[ResourcePlugin]],
+        plugins: Mapping[Mode, Callable[[], Sequence[ResourcePlugin]]],
         endpoints: list[Endpoint],
         endpoint_of: Callable[[ResourcePlugin], Endpoint],
         supervisor: Supervisor,
         group: TaskGroup,
         before_first: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`before_first` is done before a resource appears on the node; it must end, and raise nothing."""
+        """Of a mode the `plugins` may become more.
+
+        `before_first` is done before a resource appears on the node; it must end, and raise nothing.
+        """
         self._plugins = plugins
         self._endpoint_of = endpoint_of
         self._supervisor = supervisor
@@ -42,7 +45,7 @@ class ResourceSet:
     @property
     def names(self) -> frozenset[str]:
         """All resources that this agent may ever offer, in use or not."""
-        return frozenset(plugin.resource for plugins in self._plugins.values() for plugin in plugins)
+        return frozenset(plugin.resource for plugins in self._plugins.values() for plugin in plugins())
 
     def enable(self, mode: Mode) -> None:
         """Have the resources of a mode registered; their first list goes out with the next `refresh`."""
@@ -55,18 +58,26 @@ class ResourceSet:
         In that order: the first list that the kubelet reads of a resource is already the true one.
         """
         for plugins in self._plugins.values():
-            for plugin in plugins:
+            for plugin in plugins():
                 plugin.refresh()
+        self._enabled |= self._pending
+        self._pending.clear()
+        self.look()
+
+    def look(self) -> None:
+        """Let resources of the modes in use appear that are new."""
+        known = {endpoint.plugin.resource for endpoint in self.endpoints}
         new: list[Endpoint] = []
-        for mode in self._pending:
-            for plugin in self._plugins.get(mode, ()):
-                new.append(self._endpoint_of(plugin))
-                self._group.start_soon(self._supervisor.restarting, f"plugin {plugin.resource}", plugin.run)
-        self.endpoints += new
-        if self._pending:
+        for mode in self._enabled:
+            for plugin in self._plugins[mode]() if mode in self._plugins else ():
+                if plugin.resource not in known:
+                    new.append(self._endpoint_of(plugin))
+                    self._group.start_soon(
+                        self._supervisor.restarting, f"plugin {plugin.resource}", plugin.run
+                    )
+        if new:
+            self.endpoints += new
             self._group.start_soon(self._appear, new)
-            self._enabled |= self._pending
-            self._pending.clear()
             grown, self._grown = self._grown, anyio.Event()
             grown.set()
 

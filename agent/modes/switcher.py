@@ -154,6 +154,7 @@ class ModeSwitcher:
         if snapshot.problem and not snapshot.gpus:
             self._without_gpus(desired, snapshot.problem)
             return IDLE_SECONDS
+        self._resources.look()
         plan = self._decided(desired)
         self._gpus |= {state.uuid: state.gpu for state in snapshot.gpus}
         new = [state.uuid for state in snapshot.gpus if state.uuid not in self._states]
@@ -287,7 +288,9 @@ class ModeSwitcher:
     def _look(self, targets: Mapping[str, GpuMode], holders: Holders) -> Waiting:
         """Begin the change of every GPU that nobody holds any more; answers who is waited for."""
         # Of another plugin's IDs, which the kubelet may ask for while it has that one's list, alike.
-        granted = {text.partition(SEPARATOR)[0] for text in self._resources.granted_lately()}
+        parents = self._inventory.value.parents
+        begins = {text.partition(SEPARATOR)[0] for text in self._resources.granted_lately()}
+        granted = {parents.get(uuid, uuid) for uuid in begins}
         # No record names a holder any more, and one may have left a process.
         stay = self._lingering.unsettled if self._lingering else frozenset[str]()
         changed: dict[str, ModeState] = {}

@@ -45,7 +45,7 @@ def text_of(snapshot: Snapshot, modes: Assignment, pods: Record | None, uids: Ui
     document["gpus"] = {
         state.uuid: {
             **_amounts(state.gpu, modes.of(state.uuid)),
-            "h": _holders(holders.get(state.uuid, ()), state.uuid, uids),
+            "h": _holders(holders.get(state.uuid, ()), _names(state.gpu), uids),
         }
         for state in snapshot.gpus
     }
@@ -56,11 +56,16 @@ def _amounts(gpu: Gpu, mode: GpuMode) -> dict[str, object]:
     """How much the GPU has in its mode: cores (or whole GPUs, or time slices), blocks, MiB of a block."""
     pair = mode.mode.row.pair
     if pair is None:
-        return {"t": [mode.replicas, 0, 0]}
+        return {"t": [len(gpu.instances) if mode.mode.row.partitioned else mode.replicas, 0, 0]}
     return {"t": [100, pair.blocks(gpu.memory_bytes), pair.block_bytes // _MIB]}
 
 
-def _holders(holders: Sequence[GpuHolder], uuid: str, uids: Uids) -> list[list[object]]:
+def _names(gpu: Gpu) -> frozenset[str]:
+    """With one of these begins each device ID of the GPU."""
+    return frozenset((gpu.uuid, *(each.uuid for each in gpu.instances)))
+
+
+def _holders(holders: Sequence[GpuHolder], names: frozenset[str], uids: Uids) -> list[list[object]]:
     amounts: dict[str, Counter[str]] = {}
     for holder in holders:
         uid = uids.get((holder.holding.namespace, holder.holding.pod))
@@ -68,7 +73,7 @@ def _holders(holders: Sequence[GpuHolder], uuid: str, uids: Uids) -> list[list[o
         if share := holder.holding.share:
             amount.update({"cores": share.cores or 1, "blocks": share.memory})
         for text in holder.holding.ids:
-            if text.partition("::")[0] == uuid:
+            if text.partition("::")[0] in names:
                 kind = parse(text).unit.kind
                 amount["blocks" if kind is UnitKind.MEMORY else "cores"] += 1
     most = sorted(amounts, key=lambda key: (not key, key))

@@ -12,6 +12,7 @@ from agent.model.modes import OFFERED_MODES
 from agent.model.pod import Pod
 
 RESOURCES = frozenset(name for mode in OFFERED_MODES for name in mode.resources)
+PREFIXES = tuple(mode.row.prefix for mode in OFFERED_MODES if mode.row.prefix)
 REASON, KEY = "AllocationRefused", "refused"
 ADMISSION, OUT_OF = "UnexpectedAdmissionError", "OutOf"
 LONGEST = 700  # characters of the kubelet's message: the remedy stands behind it
@@ -30,9 +31,15 @@ async def follow(pods: Cell[Mapping[str, Pod]], events: EventRecorder) -> None:
 def is_refused(pod: Pod) -> bool:
     """Whether the kubelet refused it over GPUs, so that no container of it ever ran."""
     status = pod.status
-    if status.phase != "Failed" or status.container_statuses or not pod.asks_for(RESOURCES):
+    if status.phase != "Failed" or status.container_statuses:
         return False
-    return status.reason == ADMISSION or status.reason.removeprefix(OUT_OF) in RESOURCES
+    both = (*pod.spec.containers, *pod.spec.init_containers)
+    asked = {name for each in both for name in pod.asked_of(each) if is_ours(name)}
+    return bool(asked) and (status.reason == ADMISSION or is_ours(status.reason.removeprefix(OUT_OF)))
+
+
+def is_ours(resource: str) -> bool:
+    return resource in RESOURCES or resource.startswith(PREFIXES)
 
 
 def event_of(pod: Pod) -> Event:

@@ -14,6 +14,7 @@ from agent.nvml.activity import Activity
 from agent.nvml.calls import Opaque
 from agent.nvml.calls import call as _call
 from agent.nvml.calls import offered as _offered
+from agent.nvml.instances import instances_of
 from agent.nvml.nvml_errors import (
     NvmlCode,
     NvmlDriverMismatch,
@@ -47,6 +48,7 @@ _PEERS = {
     pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH: LinkPeer.SWITCH,
 }
 _MOST_SHUTDOWNS = 16
+_WHOLE_GPU = 0xFFFFFFFF  # as the number of an instance in an event
 _NO_LIMIT = (1 << 64) - 1  # NVML_DEVICE_MEMORY_LIMIT_MAX
 
 
@@ -144,6 +146,7 @@ class NvmlBinding:
         _, total = self._memory(handle)
         capability = _offered("nvmlDeviceGetCudaComputeCapability", handle)
         mig = _offered("nvmlDeviceGetMigMode", handle)
+        partitioned = mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE
         return Gpu(
             uuid=uuid,
             index=index,
@@ -152,8 +155,9 @@ class NvmlBinding:
             product=product or "unknown NVIDIA GPU",
             memory_bytes=total,
             compute_capability=(0, 0) if capability is None else (capability[0], capability[1]),
-            mig_enabled=mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+            mig_enabled=partitioned,
             numa_node=self._numa_node(bus_id) if bus_id else None,
+            instances=instances_of(handle) if partitioned else (),
         )
 
     def probe(self, uuid: str) -> Probe:
@@ -239,13 +243,19 @@ class NvmlBinding:
         if kind is None:
             return None
         uuid = self._watched.get(_address(data.device)) or _call("nvmlDeviceGetUUID", data.device)
-        return NvmlEvent(uuid, kind, int(data.eventData) if kind is EventKind.XID else 0)
+        numbers = (data.gpuInstanceId, data.computeInstanceId)
+        instance = None if _WHOLE_GPU in numbers else numbers
+        return NvmlEvent(uuid, kind, int(data.eventData) if kind is EventKind.XID else 0, instance)
 
     def compute_mode(self, uuid: str) -> ComputeMode:
         return ComputeMode(_call("nvmlDeviceGetComputeMode", self._handle(uuid)))
 
     def set_compute_mode(self, uuid: str, mode: ComputeMode) -> None:
         _call("nvmlDeviceSetComputeMode", self._handle(uuid), int(mode))
+
+    def instance_memory(self, instance: str) -> int:
+        used, _ = self._memory(_call("nvmlDeviceGetHandleByUUID", instance))
+        return used
 
     def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
         limits = pynvml.c_nvmlGetMemoryLimits_v1_t(nameSpace=bytes(cgroup))

@@ -39,6 +39,7 @@ class NvmlEvent:
     uuid: str
     kind: EventKind
     data: int = 0
+    instance: tuple[int, int] | None = None  # GPU and compute instance that it concerns alone, by number
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,9 @@ class NvmlPort(Protocol):
 
         Raises NvmlNotSupported, NvmlError with NO_PERMISSION.
         """
+
+    def instance_memory(self, instance: str) -> int:
+        """Bytes in use of an instance, by its UUID. Raises NvmlError: it is not there."""
 
     def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
         """The driver's limit of GPU memory for a cgroup's processes, in bytes; None: it has no limit there.

@@ -172,8 +172,10 @@ if TYPE_CHECKING:
     class Modes(Section, frozen=True):
         """As below, as far as a mode is asked for by name."""
 
+        pgpu: bool = True
         vgpu: bool = True
         mps: bool = True
+        mig: bool = True
 
 else:
     Modes = msgspec.defstruct(
@@ -252,6 +254,14 @@ class Dra(Section, frozen=True):
     nudge_pods: bool = True
 
 
+class Mig(Section, frozen=True):
+    """Instances of GPUs in MIG mode."""
+
+    # mixed: a resource for each profile, nvidia.com/mig-1g.18gb; single: all as nvidia.com/gpu, where they
+    # are alike and no whole GPU is offered (modes.pgpu: false).
+    strategy: Literal["mixed", "single"] = "mixed"
+
+
 class LayoutEntry(Section, frozen=True):
     """Some GPUs of a layout and their mode."""
 
@@ -272,7 +282,7 @@ class Settings(Section, frozen=True):
     """The whole configuration of the node agent."""
 
     version: Literal[1] = 1
-    # Without a label: none, pgpu, vgpu, mps, dra, or the name of a layout.
+    # Without a label: none, pgpu, vgpu, mps, mig, dra, or the name of a layout.
     default_mode: str = "none"
     mode_file: AbsolutePath | None = None  # a file with one word, in place of the node label
     when_busy: Literal["drain", "refuse"] = "drain"
@@ -283,6 +293,7 @@ class Settings(Section, frozen=True):
     time_slicing: TimeSlicing = TimeSlicing()
     vgpu: Vgpu = Vgpu()
     mps: Mps = Mps()
+    mig: Mig = Mig()
     dra: Dra = Dra()
     node_labels: bool = True  # describe driver and GPUs in labels of the node
     logging: Logging = Logging()

@@ -25,6 +25,9 @@ def impossible(settings: "Settings") -> list[tuple[str, str]]:
                 "true cannot go with injection.strategy: cdi, whose devices bring their nodes; change one",
             )
         )
+    if settings.mig.strategy == "single" and settings.modes.mig and settings.modes.pgpu:
+        sentence = "offers instances by the name of whole GPUs: set modes.pgpu: false, or mig.strategy: mixed"
+        faults.append(("mig.strategy", sentence))
     faults += _long_socket_path(settings)
     if settings.https.port is not None and settings.cluster.access == "off":
         sentence = "needs the API server, which says who may scrape: set cluster.access, or https.port: null"

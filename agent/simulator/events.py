@@ -11,7 +11,7 @@ from typing import Final
 from agent.kit import futex
 from agent.simulator.futex_wait import wait
 from agent.simulator.mapping import Mapping
-from agent.simulator.state import EVENT_SLOTS, MAX_GPUS
+from agent.simulator.state import EVENT_SLOTS, MAX_GPUS, WHOLE_GPU
 
 ECC_SINGLE: Final = 0x1  # nvmlEventType*
 ECC_DOUBLE: Final = 0x2
@@ -27,6 +27,7 @@ class RawEvent:
     slot: int
     kind: int
     data: int
+    instance: tuple[int, int] = (WHOLE_GPU, WHOLE_GPU)
 
 
 def publish(mapping: Mapping, event: RawEvent) -> None:
@@ -35,6 +36,7 @@ def publish(mapping: Mapping, event: RawEvent) -> None:
     with mapping.writing:
         entry = state.events[state.event_head % EVENT_SLOTS]
         entry.kind, entry.data, entry.slot = event.kind, event.data, event.slot
+        entry.gpu_instance, entry.compute_instance = event.instance
         # The head after the entry: a reader trusts everything below it.
         state.event_head += 1
         state.event_word = state.event_head & 0xFFFFFFFF
@@ -76,7 +78,8 @@ class EventReader:
         while self._cursor < head:
             position = self._cursor
             entry = state.events[position % EVENT_SLOTS]
-            event = RawEvent(entry.slot, entry.kind, entry.data)
+            numbers = (entry.gpu_instance, entry.compute_instance)
+            event = RawEvent(entry.slot, entry.kind, entry.data, numbers)
             self._cursor += 1
             if event.kind & self._masks[event.slot] and position >= self._since[event.slot]:
                 return event

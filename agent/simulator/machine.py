@@ -12,7 +12,7 @@ from typing import Self
 
 from agent.model.recovery_action import RecoveryAction
 from agent.nvml.nvml_errors import NvmlCode
-from agent.simulator import events
+from agent.simulator import events, mig
 from agent.simulator.events import RawEvent
 from agent.simulator.faults import Fault, FaultTable
 from agent.simulator.fill import fill_gpu
@@ -20,7 +20,7 @@ from agent.simulator.gpu_processes import ProcessTable
 from agent.simulator.mapping import Mapping
 from agent.simulator.profile import MIB, Profile
 from agent.simulator.profiles import profile_named
-from agent.simulator.state import MAX_GPUS, NO_RECOVERY_ACTION, FaultKind, GpuState, Presence
+from agent.simulator.state import MAX_GPUS, NO_RECOVERY_ACTION, WHOLE_GPU, FaultKind, GpuState, Presence
 from agent.simulator.sysfs import write_sysfs
 
 GpuRef = int | str
@@ -124,11 +124,24 @@ class SimulatedMachine:
                 one.temperature_c = temperature_c
 
     def set_mig(self, gpu: GpuRef, *, enabled: bool) -> None:
-        """Switch MIG mode. Raises ValueError for a GPU without it."""
+        """Switch MIG mode; instances go with it. Raises ValueError for a GPU without it."""
         one = self.gpu(gpu)
         if not one.mig_capable:
             raise ValueError(f"{one.name.decode()} has no MIG mode")
-        one.mig_mode = int(enabled)
+        with self.mapping.editing():
+            one.mig_mode = int(enabled)
+            for each in one.instances:
+                each.used = 0
+
+    def make_instance(self, gpu: GpuRef, profile: str) -> str:
+        """An instance of a GPU in MIG mode; its UUID. Raises ValueError: no room, or no such profile."""
+        with self.mapping.editing():
+            return mig.make(self.gpu(gpu), profile).uuid.decode()
+
+    def destroy_instance(self, gpu: GpuRef, instance: str) -> None:
+        """Somebody destroys an instance, held or not. Raises ValueError."""
+        with self.mapping.editing():
+            mig.destroy(self.gpu(gpu), instance)
 
     # -- events and sickness ----------------------------------------------------------------------
 
@@ -136,9 +149,11 @@ class SimulatedMachine:
         """Send an NVML event (`events.XID` and others) to the sets that registered for it."""
         events.publish(self.mapping, RawEvent(self.slot(gpu), kind, data))
 
-    def xid(self, gpu: GpuRef, number: int) -> None:
-        """The driver reports an Xid of a GPU."""
-        self.event(gpu, events.XID, number)
+    def xid(self, gpu: GpuRef, number: int, instance: str = "") -> None:
+        """The driver reports an Xid of a GPU, or of one of its instances alone."""
+        parts = [each for each in self.gpu(gpu).instances if instance and each.uuid.decode() == instance]
+        numbers = [(each.gpu_instance, each.compute_instance) for each in parts] or [(WHOLE_GPU, WHOLE_GPU)]
+        events.publish(self.mapping, RawEvent(self.slot(gpu), events.XID, number, numbers[0]))
 
     def lose(self, gpu: GpuRef) -> None:
         """The GPU answers no more, and nobody says so."""

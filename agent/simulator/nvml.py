@@ -8,8 +8,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from agent.model.gpu import Driver, Gpu
+from agent.model.gpu import Driver, Gpu, Instance
 from agent.model.recovery_action import RecoveryAction
+from agent.nvml.instances import PASSED_OVER
 from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
 from agent.nvml.port import (
     ACTIVITY,
@@ -29,7 +30,7 @@ from agent.simulator.events import EventReader
 from agent.simulator.fill import sysfs_bus_id
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml_functions import ANY, number_of
-from agent.simulator.state import NO_RECOVERY_ACTION, GpuState, Presence
+from agent.simulator.state import NO_RECOVERY_ACTION, WHOLE_GPU, GpuState, Presence
 
 _KINDS = {
     EventKind.XID: events.XID,
@@ -113,6 +114,8 @@ class SimulatedNvml:
         named = self._offered("nvmlDeviceGetName", slot)
         sized = self._offered("nvmlDeviceGetMemoryInfo", slot)
         graded = self._offered("nvmlDeviceGetCudaComputeCapability", slot)
+        capable = self._offered("nvmlDeviceGetMigMode", slot, has=bool(gpu.mig_capable))
+        partitioned = bool(capable and gpu.mig_mode)
         return Gpu(
             uuid=gpu.uuid.decode(),
             index=index,
@@ -121,11 +124,42 @@ class SimulatedNvml:
             product=gpu.name.decode() if named else "unknown NVIDIA GPU",
             memory_bytes=gpu.memory_total if sized else 0,
             compute_capability=(gpu.cc_major, gpu.cc_minor) if graded else (0, 0),
-            mig_enabled=bool(
-                self._offered("nvmlDeviceGetMigMode", slot, has=bool(gpu.mig_capable)) and gpu.mig_mode
-            ),
+            mig_enabled=partitioned,
             numa_node=gpu.numa_node if bus_id and gpu.numa_node >= 0 else None,
+            instances=self._instances(slot) if partitioned else (),
         )
+
+    def _instances(self, slot: int) -> tuple[Instance, ...]:
+        if not self._offered("nvmlDeviceGetMaxMigDeviceCount", slot):
+            return ()
+        found = []
+        for each in self._mapping.gpu(slot).instances:
+            calls = ("Attributes", "Name", "UUID", "GpuInstanceId", "ComputeInstanceId") if each.used else ()
+            try:
+                for call in ("MigDeviceHandleByIndex", *calls):
+                    self._device(f"nvmlDeviceGet{call}", slot)
+            except NvmlError as error:
+                if error.code not in PASSED_OVER:
+                    raise
+                continue
+            if not each.used:
+                continue
+            numbers = (each.gpu_instance, each.compute_instance)
+            size, profile = each.memory_total, each.profile.decode()
+            found.append(Instance(each.uuid.decode(), *numbers, profile, size, each.multiprocessors))
+        return tuple(found)
+
+    def instance_memory(self, instance: str) -> int:
+        """See the port."""
+        call = "nvmlDeviceGetHandleByUUID"
+        for slot in self._slots:
+            for each in self._mapping.gpu(slot).instances:
+                if each.used and each.uuid.decode() == instance:
+                    self._device(call, slot)
+                    self._offered("nvmlDeviceGetMemoryInfo", slot)
+                    return int(each.memory_used)
+        self._call(call)
+        raise error_for(NvmlCode.NOT_FOUND, call)
 
     def probe(self, uuid: str) -> Probe:
         """See the port."""
@@ -234,7 +268,9 @@ class SimulatedNvml:
         if event is None:
             return None
         kind = next(kind for kind, bit in _KINDS.items() if bit == event.kind)
-        return NvmlEvent(self._machine.uuid(event.slot), kind, event.data if kind is EventKind.XID else 0)
+        data = event.data if kind is EventKind.XID else 0
+        instance = None if WHOLE_GPU in event.instance else event.instance
+        return NvmlEvent(self._machine.uuid(event.slot), kind, data, instance)
 
     def compute_mode(self, uuid: str) -> ComputeMode:
         """See the port."""

@@ -36,6 +36,8 @@ CALLS: Final = (
     "nvmlDeviceIsMigDeviceHandle",
     "nvmlDeviceGetGpuInstanceId",
     "nvmlDeviceGetComputeInstanceId",
+    "nvmlDeviceGetAttributes",
+    "nvmlDeviceGetDeviceHandleFromMigDeviceHandle",
     "nvmlDeviceGetComputeMode",
     "nvmlDeviceSetComputeMode",
     "nvmlDeviceGetUtilizationRates",

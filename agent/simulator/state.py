@@ -19,6 +19,8 @@ from agent.simulator.nvml_functions import CALLS
 MAGIC: Final = 0x31_4D_49_53_41_4E_47  # "GNASIM1" in memory, little endian
 MAX_GPUS: Final = 16
 MAX_LINKS: Final = 18
+MAX_INSTANCES: Final = 7  # of a GPU in MIG mode
+WHOLE_GPU: Final = 0xFFFFFFFF  # in place of an instance's number
 EVENT_SLOTS: Final = 1024  # a reader that falls further behind loses the oldest, as with the driver
 FAULT_SLOTS: Final = 32
 PROCESS_SLOTS: Final = 2048
@@ -86,6 +88,37 @@ class LinkState(Structure):
     ]
 
 
+class InstanceState(Structure):
+    """One MIG device: a compute instance that takes all of its GPU instance."""
+
+    used: int
+    gpu_instance: int
+    compute_instance: int
+    slices: int
+    start: int  # in eighths of the memory
+    eighths: int
+    multiprocessors: int
+    media: int  # whether it has the engines of +me
+    memory_total: int
+    memory_used: int
+    uuid: bytes
+    profile: bytes
+    _fields_: ClassVar = [
+        ("used", c_uint32),
+        ("gpu_instance", c_uint32),
+        ("compute_instance", c_uint32),
+        ("slices", c_uint32),
+        ("start", c_uint32),
+        ("eighths", c_uint32),
+        ("multiprocessors", c_uint32),
+        ("media", c_uint32),
+        ("memory_total", c_uint64),
+        ("memory_used", c_uint64),
+        ("uuid", c_char * 48),
+        ("profile", c_char * 32),
+    ]
+
+
 class GpuState(Structure):
     """One GPU. `ancestor` is NVML's common-ancestor level towards every other slot."""
 
@@ -145,6 +178,7 @@ class GpuState(Structure):
     ecc_aggregate_corrected: int
     ecc_aggregate_uncorrected: int
     links: Array[LinkState]
+    instances: Array[InstanceState]
     _fields_: ClassVar = [
         ("uuid", c_char * 48),
         ("name", c_char * 64),
@@ -202,6 +236,7 @@ class GpuState(Structure):
         ("ecc_aggregate_corrected", c_uint64),
         ("ecc_aggregate_uncorrected", c_uint64),
         ("links", LinkState * MAX_LINKS),
+        ("instances", InstanceState * MAX_INSTANCES),
     ]
 
 
@@ -237,10 +272,14 @@ class EventState(Structure):
     kind: int
     data: int
     slot: int
+    gpu_instance: int  # WHOLE_GPU: of none
+    compute_instance: int
     _fields_: ClassVar = [
         ("kind", c_uint64),
         ("data", c_uint64),
         ("slot", c_uint32),
+        ("gpu_instance", c_uint32),
+        ("compute_instance", c_uint32),
         ("padding", c_uint32),
     ]
 
@@ -320,7 +359,7 @@ class MachineState(Structure):
     ]
 
 
-STRUCTURES: Final = (LinkState, GpuState, ProcessState, EventState, FaultState, MachineState)
+STRUCTURES: Final = (LinkState, InstanceState, GpuState, ProcessState, EventState, FaultState, MachineState)
 
 
 def layout() -> str:

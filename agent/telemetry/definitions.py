@@ -273,6 +273,12 @@ CALL_SECONDS = _counter(
     "Time spent in those calls; each holds up every pod of the node.",
 )
 
+# Instances of GPUs in mode mig.
+_INSTANCE = (*_GPU, "instance", "profile")
+INSTANCE_HEALTHY = _gauge("instance_healthy", _INSTANCE, "1 if the instance can be offered, 0 if not.")
+INSTANCE_MEMORY_USED = _gauge("instance_memory_used_bytes", _INSTANCE, "Memory in use of the instance.")
+INSTANCE_MEMORY_TOTAL = _gauge("instance_memory_total_bytes", _INSTANCE, "Memory of the instance.")
+
 # Our own CDI specification; only where NVIDIA's generator is at hand.
 CDI_DEVICES = _gauge("cdi_devices", (), "GPUs that containers can get by the agent's own CDI specification.")
 CDI_GENERATIONS = _counter(

@@ -64,7 +64,7 @@ BAD = {
     ),
     "default mode that is nothing": (
         'config.defaultMode="mpss"',
-        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps, dra"],
+        ["neither a mode nor a layout", "use one of none, disable, pgpu, vgpu, mps, mig, dra"],
     ),
     "layout in a mode that is off": (
         'config.layouts={"mixed": [{"gpus": [0], "mode": "mps"}]}',

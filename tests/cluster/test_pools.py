@@ -181,8 +181,11 @@ MADE = {
 """Folders of the host below which the agent makes everything that it makes: docs/install.md names them."""
 LOOKED_AT = (*MADE, "/run", "/usr/local/nvidia", "/var/lib/kubelet/device-plugins")
 """Where the agent's pods may write; the rest of the machine has other users, too."""
-OTHERS = ("/run/containerd", "/run/netns", "/run/cni", "/run/runc", "/run/nri")
-"""Every container brings these about."""
+OTHERS = (
+    *("/run/containerd", "/run/netns", "/run/cni", "/run/runc", "/run/nri"),
+    "/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint",
+)
+"""Every container brings these about; the last one the kubelet, with the first device of any plugin."""
 
 
 def host(cluster: Cluster) -> dict[str, str]:

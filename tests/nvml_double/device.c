@@ -1,15 +1,23 @@
 /* Who a GPU is. */
 #include "sim.h"
 
+#include <stdio.h>
 #include <string.h>
 
 nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int length) {
     SIM_GPU(nvmlDeviceGetUUID);
-    return sim_copy(gpu->uuid, sizeof(gpu->uuid), uuid, length);
+    SIM_PART();
+    return part != NULL ? sim_copy(part->uuid, sizeof(part->uuid), uuid, length) : sim_copy(gpu->uuid, sizeof(gpu->uuid), uuid, length);
 }
 
 nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int length) {
     SIM_GPU(nvmlDeviceGetName);
+    SIM_PART();
+    if (part != NULL) {
+        char whole[128];
+        snprintf(whole, sizeof(whole), "%.63s MIG %.31s", gpu->name, part->profile);
+        return sim_copy(whole, sizeof(whole), name, length);
+    }
     return sim_copy(gpu->name, sizeof(gpu->name), name, length);
 }
 
@@ -49,8 +57,11 @@ struct memory {
     uint64_t total, reserved, used;
 };
 
-static struct memory read_memory(struct sim_gpu *gpu) {
+static struct memory read_memory(struct sim_gpu *gpu, const struct sim_instance *part) {
     struct memory memory;
+    if (part != NULL) {
+        return (struct memory){part->memory_total, 0, part->memory_used};
+    }
     unsigned tries = 0;
     uint32_t begun;
     do {
@@ -67,7 +78,8 @@ static struct memory read_memory(struct sim_gpu *gpu) {
 nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *info) {
     SIM_NEED(info != NULL);
     SIM_GPU(nvmlDeviceGetMemoryInfo);
-    struct memory memory = read_memory(gpu);
+    SIM_PART();
+    struct memory memory = read_memory(gpu, part);
     info->total = memory.total;
     info->used = memory.used + memory.reserved;
     info->free = memory.total - info->used;
@@ -80,7 +92,8 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *in
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
     }
     SIM_GPU(nvmlDeviceGetMemoryInfo);
-    struct memory memory = read_memory(gpu);
+    SIM_PART();
+    struct memory memory = read_memory(gpu, part);
     info->total = memory.total;
     info->reserved = memory.reserved;
     info->used = memory.used;
@@ -139,37 +152,4 @@ nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *current, un
     SIM_OFFERED(gpu->mig_capable);
     *current = *pending = gpu->mig_mode;
     return NVML_SUCCESS;
-}
-
-nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned int *count) {
-    SIM_NEED(count != NULL);
-    SIM_GPU(nvmlDeviceGetMaxMigDeviceCount);
-    *count = gpu->mig_capable ? 7 : 0;
-    return NVML_SUCCESS;
-}
-
-/* A GPU in MIG mode has no instances here: the agent advertises none. */
-nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned int index, nvmlDevice_t *found) {
-    SIM_NEED(found != NULL && index < 7);
-    SIM_GPU(nvmlDeviceGetMigDeviceHandleByIndex);
-    return gpu->mig_capable ? NVML_ERROR_NOT_FOUND : NVML_ERROR_NOT_SUPPORTED;
-}
-
-nvmlReturn_t nvmlDeviceIsMigDeviceHandle(nvmlDevice_t device, unsigned int *is_mig) {
-    SIM_NEED(is_mig != NULL);
-    SIM_GPU(nvmlDeviceIsMigDeviceHandle);
-    *is_mig = 0;
-    return NVML_SUCCESS;
-}
-
-nvmlReturn_t nvmlDeviceGetGpuInstanceId(nvmlDevice_t device, unsigned int *id) {
-    SIM_NEED(id != NULL);
-    SIM_GPU(nvmlDeviceGetGpuInstanceId);
-    return NVML_ERROR_NOT_SUPPORTED;
-}
-
-nvmlReturn_t nvmlDeviceGetComputeInstanceId(nvmlDevice_t device, unsigned int *id) {
-    SIM_NEED(id != NULL);
-    SIM_GPU(nvmlDeviceGetComputeInstanceId);
-    return NVML_ERROR_NOT_SUPPORTED;
 }

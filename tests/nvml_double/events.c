@@ -67,8 +67,8 @@ static int next_event(struct nvmlEventSet_st *set, nvmlEventData_t *data) {
         data->device = sim_handle(slot);
         data->eventType = event.kind;
         data->eventData = event.kind == nvmlEventTypeXidCriticalError ? event.data : 0;
-        data->gpuInstanceId = 0xFFFFFFFFu; /* what a whole GPU reports, MIG or not */
-        data->computeInstanceId = 0xFFFFFFFFu;
+        data->gpuInstanceId = event.gpu_instance;
+        data->computeInstanceId = event.compute_instance;
         return 1;
     }
     return 0;

@@ -35,9 +35,16 @@ nvmlReturn_t sim_strike(struct sim_machine *machine, enum sim_call call, int32_t
 /* Whether a GPU is plugged in and answers. */
 int sim_present(struct sim_machine *machine, uint32_t slot);
 
-/* The handle of a slot, and the way back (-1 for anything that is no handle of ours). */
+/* The handle of a slot, and the way back, from an instance to its GPU (-1 for anything that is no handle of ours). */
 nvmlDevice_t sim_handle(uint32_t slot);
 int32_t sim_slot(nvmlDevice_t device);
+
+/* --- mig.c: handles of instances ----------------------------------------------------------------------- */
+/* The slot of an instance's GPU; -1: it is no handle of an instance. */
+int32_t sim_part_slot(nvmlDevice_t device);
+/* The instance of a handle, NULL for a whole GPU; an error when it is gone. */
+nvmlReturn_t sim_part(nvmlDevice_t device, struct sim_gpu *gpu, struct sim_instance **part);
+int sim_part_named(const char *uuid, uint32_t slot, nvmlDevice_t *found);
 
 /* Slots in NVML's order: those plugged in now or, where the machine says so, those at initialisation.
  * Answers the count. */
@@ -91,6 +98,16 @@ struct sim_cuda_machine *sim_cuda_machine(void);
         if (gate_ != NVML_SUCCESS) {                               \
             return gate_;                                          \
         }                                                          \
+    } while (0)
+
+/* Declares `part`, the instance that `device` stands for, NULL for a whole GPU. */
+#define SIM_PART()                                               \
+    struct sim_instance *part = NULL;                            \
+    do {                                                         \
+        nvmlReturn_t part_ = sim_part(device, gpu, &part);       \
+        if (part_ != NVML_SUCCESS) {                             \
+            return part_;                                        \
+        }                                                        \
     } while (0)
 
 #define SIM_OFFERED(condition)               \

@@ -160,7 +160,7 @@ int32_t sim_slot(nvmlDevice_t device) {
             return (int32_t)slot;
         }
     }
-    return -1;
+    return sim_part_slot(device);
 }
 
 uint32_t sim_begin(struct sim_machine *machine) {

@@ -96,6 +96,7 @@ nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *fou
 
 nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *found) {
     uint32_t order[SIM_MAX_GPUS];
+    nvmlDevice_t part = NULL;
     int32_t slot = -1;
     int lost = 0;
     SIM_NEED(uuid != NULL && found != NULL);
@@ -107,13 +108,16 @@ nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *found) {
     for (uint32_t index = 0; index < count; index++) {
         struct sim_gpu *gpu = &machine->gpus[order[index]];
         lost |= !sim_present(machine, order[index]);
-        if (strncmp(gpu->uuid, uuid, sizeof(gpu->uuid)) == 0) {
+        if (strncmp(gpu->uuid, uuid, sizeof(gpu->uuid)) == 0 || sim_part_named(uuid, order[index], &part)) {
             slot = (int32_t)order[index];
         }
     }
     lost = lost && machine->lost_breaks_uuid_lookup; /* the search asks every GPU: see nvml.h */
     nvmlReturn_t missing = lost ? NVML_ERROR_GPU_IS_LOST : NVML_ERROR_NOT_FOUND;
     nvmlReturn_t result = look_up(SIM_nvmlDeviceGetHandleByUUID, slot, missing, found);
+    if (result == NVML_SUCCESS && part != NULL) {
+        *found = part;
+    }
     return result == NVML_SUCCESS && lost ? NVML_ERROR_GPU_IS_LOST : result;
 }
 

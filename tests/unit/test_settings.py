@@ -142,7 +142,7 @@ def test_text_may_look_like_something_else(flag: str, expected: str | None) -> N
         ("&a [*a]", "the document must be a block of keys, not [[...]]"),
         (
             "layouts: {m: [{gpus: [0], mode: off}]}",
-            'pgpu, vgpu, mps, dra, not false (YAML takes a bare on or off for true or false: write "off")',
+            'vgpu, mps, dra, mig, not false (YAML takes a bare on or off for true or false: write "off")',
         ),
         (b"\xff\xfe\x00", "not valid YAML: invalid start byte"),
         (b"a: \x00", "not valid YAML: special characters are not allowed"),

@@ -145,6 +145,7 @@ modes:
   pgpu: {{ .Values.pgpu.enabled }}
   vgpu: {{ .Values.vgpu.enabled }}
   mps: {{ .Values.mps.enabled }}
+  mig: {{ .Values.mig.enabled }}
 {{- if .Values.dra.enabled }}
 dra:
   enabled: true

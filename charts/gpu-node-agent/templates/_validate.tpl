@@ -93,7 +93,7 @@
 {{- end -}}
 {{- $mode := dig "defaultMode" "none" $v.config -}}
 {{- $layouts := dig "layouts" dict $v.config -}}
-{{- $words := concat (list "none" "disable" "pgpu" "vgpu" "mps" "dra") (keys $layouts | sortAlpha) -}}
+{{- $words := concat (list "none" "disable" "pgpu" "vgpu" "mps" "mig" "dra") (keys $layouts | sortAlpha) -}}
 {{- if not (has $mode $words) -}}
 {{- include "gna.refuse" (list $ (printf "config.defaultMode is %s, which is neither a mode nor a layout of config.layouts: use one of %s" $mode (join ", " $words))) -}}
 {{- end -}}
@@ -107,12 +107,12 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range $name := list "pgpu" "vgpu" "mps" "dra" "none" "disable" "enable" "pgpu-dra" "switching" -}}
+{{- range $name := list "pgpu" "vgpu" "mps" "mig" "dra" "none" "disable" "enable" "pgpu-dra" "switching" -}}
 {{- if hasKey $layouts $name -}}
 {{- include "gna.refuse" (list $ (printf "config.layouts.%s has the name of a mode or a word with a meaning of its own: call the layout otherwise" $name)) -}}
 {{- end -}}
 {{- end -}}
-{{- range $name := list "pgpu" "vgpu" "mps" "dra" -}}
+{{- range $name := list "pgpu" "vgpu" "mps" "mig" "dra" -}}
 {{- if and (eq $mode $name) (not (get $v $name).enabled) -}}
 {{- include "gna.refuse" (list $ (printf "config.defaultMode is %s, but %s.enabled is false: switch the mode on, or choose another default" $name $name)) -}}
 {{- end -}}

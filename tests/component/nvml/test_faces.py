@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
+from agent.model.gpu import Gpu
 from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost
 from agent.nvml.port import ComputeMode, EventKind, GpuProcess, NvmlEvent, Sample, SampleRequest
 from agent.nvml.sampling import mean_use
@@ -276,3 +278,38 @@ def test_nothing_answers_after_close(faces: Faces) -> None:
     for answer in (faces.agree("count"), faces.agree("describe", 0), faces.agree("probe", faces.uuids[0])):
         assert isinstance(answer, tuple)
         assert answer[1] == NvmlCode.UNINITIALIZED
+
+
+def test_instances_are_the_same_on_both_faces(faces: Faces) -> None:
+    faces.machine.set_mig(1, enabled=True)
+    made = [faces.machine.make_instance(1, name) for name in ("3g.71gb", "1g.18gb", "1g.18gb+me")]
+    faces.agree("open")
+    gpu = cast("Gpu", faces.agree("describe", 1))
+    assert [each.uuid for each in gpu.instances] == made
+    assert [each.profile for each in gpu.instances] == ["3g.71gb", "1g.18gb", "1g.18gb+me"]
+    assert [each.gpu_instance for each in gpu.instances] == [1, 2, 3]
+    faces.machine.gpu(1).instances[1].memory_used = 5 << 30
+    assert faces.agree("instance_memory", made[1]) == 5 << 30
+    faces.machine.destroy_instance(1, made[0])
+    assert [each.uuid for each in cast("Gpu", faces.agree("describe", 1)).instances] == made[1:]
+    assert isinstance(faces.agree("instance_memory", made[0]), tuple)  # an error
+    for uuid in faces.uuids:
+        faces.agree("watch", uuid)
+    faces.machine.xid(1, 95, made[2])
+    event = faces.agree("wait", 1000)
+    assert event == NvmlEvent(faces.uuids[1], EventKind.XID, 95, (3, 0))
+
+
+@pytest.mark.parametrize("code", [NvmlCode.NO_PERMISSION, NvmlCode.NOT_FOUND, NvmlCode.UNKNOWN])
+def test_an_instance_that_cannot_be_looked_at_hides_no_other(faces: Faces, code: NvmlCode) -> None:
+    faces.machine.set_mig(1, enabled=True)
+    made = [faces.machine.make_instance(1, "1g.18gb") for _ in range(2)]
+    faces.agree("open")
+    for face in (faces.real, faces.python):
+        faces.machine.fail("nvmlDeviceGetAttributes", code, times=1)
+        found = outcome(face, "describe", 1)
+        if code is NvmlCode.UNKNOWN:
+            assert isinstance(found, tuple)  # an error
+        else:
+            assert isinstance(found, Gpu)
+            assert [each.uuid for each in found.instances] == made[1:]

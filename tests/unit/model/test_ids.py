@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agent.model.demand import MPS, VGPU
 from agent.model.ids import LONGEST, BadDeviceId, DeviceId, parse
 from agent.model.modes import UNITS
-from agent.model.units import REPLICA, WHOLE
+from agent.model.units import INSTANCE, REPLICA, WHOLE
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 
@@ -18,9 +18,8 @@ gpus = st.uuids().map(lambda value: f"GPU-{value}")
 numbers = st.integers(0, 99_999)
 ids = st.one_of(
     st.builds(DeviceId, gpus, st.just(WHOLE)),
-    st.builds(
-        DeviceId, gpus, st.sampled_from([unit for unit in UNITS.values() if unit is not WHOLE]), numbers
-    ),
+    st.builds(DeviceId, st.uuids().map(lambda value: f"MIG-{value}"), st.just(INSTANCE)),
+    st.builds(DeviceId, gpus, st.sampled_from([unit for unit in UNITS.values() if unit.mark]), numbers),
 )
 
 

@@ -60,7 +60,7 @@ def test_links_come_back_as_a_topology() -> None:
         ("", "cannot be understood"),
         ("{" * 5000, "cannot be understood"),
         ('{"v":2,"gpus":[]}', "version 2"),
-        ('{"v":1,"gpus":[{"u":"a","i":0,"m":"mig","mem":1}]}', "cannot be understood"),
+        ('{"v":1,"gpus":[{"u":"a","i":0,"m":"half","mem":1}]}', "cannot be understood"),
         ('{"v":1,"gpus":[{"u":"a","i":-1,"m":"vgpu","mem":1}]}', "cannot be understood"),
         (
             '{"v":1,"gpus":[{"u":"a","i":0,"m":"vgpu","mem":1},{"u":"b","i":0,"m":"vgpu","mem":1}]}',

@@ -74,6 +74,9 @@ class Lists(ResourceSet):
         if mode not in self.enabled:
             self.enabled.append(mode)
 
+    def look(self) -> None:
+        pass
+
     def refresh(self) -> None:
         self.history.append(self.assignment.value)
 

@@ -130,7 +130,8 @@ async def test_no_resource_appears_before_it_is_written() -> None:
         await anyio.lowlevel.checkpoint()
         seen.append("written")
 
-    plugins: Any = {Mode.VGPU: [Plugin()]}
+    made = [Plugin()]
+    plugins: Any = {Mode.VGPU: lambda: made}
     endpoint_of: Any = Served
     async with anyio.create_task_group() as group:
         resources = ResourceSet(plugins, [], endpoint_of, Supervisor(), group, before_first=written)

@@ -1,0 +1,189 @@
+"""A resource of one kind of unit: its list, and nothing handed out twice. What a unit is says the plugin."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from time import monotonic
+
+import structlog
+
+from agent.holdings.holdings import HoldingsWatch
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
+from agent.kit.follow import follow
+from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused
+from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
+from agent.lists import encode
+from agent.model.holding import Holding, Record
+from agent.model.modes import Assignment, GpuMode
+
+log = structlog.get_logger()
+
+
+class SingleResource(ABC):
+    """A `ResourcePlugin` of which a plugin says what a GPU has in it, and how containers get that."""
+
+    offers_preference = True
+    needs_pre_start = False
+
+    def __init__(
+        self, resource: str, inventory: Cell[Snapshot], modes: Cell[Assignment], record: HoldingsWatch
+    ) -> None:
+        self.resource = resource
+        self._inventory = inventory
+        self._modes = modes
+        self._record = record
+        self._known = Record((), ())  # as read last: while nobody can read it the lists stay as they are
+        # Handed out, by the monotonic clock, and not shown by any later reading of the record.
+        self._granted: dict[str, float] = {}
+        self.lists: Cell[bytes] = Cell(b"")
+
+    @abstractmethod
+    def _ids(self, state: GpuState, mode: GpuMode) -> Sequence[str]:
+        """The IDs that a GPU has in this resource, offered at the moment or not."""
+
+    @abstractmethod
+    def _chosen(self, free: Sequence[str], chosen: Sequence[str], size: int) -> Sequence[str]:
+        """`size` IDs, those of `chosen` first and all of them, the others from `free`, which has enough."""
+
+    @abstractmethod
+    def _sold(self, device_id: str) -> None:
+        """Look again at an ID that is asked for. Raises Refused: it is not to be handed out."""
+
+    @abstractmethod
+    def _given(self, ids: Sequence[str]) -> Allocation:
+        """Answer what a container gets that is given these IDs."""
+
+    def _healthy(self, state: GpuState, device_id: str) -> bool:  # noqa: ARG002
+        return state.healthy
+
+    async def run(self) -> None:
+        await follow(self.refresh, self._inventory, self._modes, self._record.cell)
+
+    def refresh(self) -> None:
+        encoded = self._encoded(self._modes.value)
+        if encoded != self.lists.value:
+            self.lists.publish(encoded)
+
+    def figures(self, assignment: Assignment) -> tuple[int, int]:
+        devices = list(self._devices(assignment))
+        return len(devices), sum(healthy for _, healthy, _ in devices)
+
+    async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
+        """Never IDs that somebody holds, though the kubelet offers some at times.
+
+        A List during an Allocate has it forget what is in flight (kubernetes PR 137534). Raises Refused when
+        too few are left.
+        """
+        chosen = list(dict.fromkeys(request.must_include))
+        offered = set(request.available).difference(chosen)
+        taken, _ = await self._taken(offered)
+        free = [text for text in dict.fromkeys(request.available) if text in offered and text not in taken]
+        if taken and len(chosen) + len(free) < request.size:
+            taken = await self._confirmed(taken)
+            free = [text for text in dict.fromkeys(request.available) if text in offered.difference(taken)]
+            if len(chosen) + len(free) < request.size:
+                raise self._held_already(taken)
+        return self._chosen(free, chosen, request.size)
+
+    async def allocate(self, ids: Sequence[str]) -> Allocation:
+        """Refuses unknown, foreign and unhealthy ones; nothing changes then."""
+        if len(set(ids)) < len(ids):
+            raise Refused(f"the same device ID of {self.resource} stands twice among those asked for")
+        for device_id in ids:
+            self._sold(device_id)
+        taken, record = await self._taken(ids)
+        refused = {text: held for text, held in taken.items() if not self._inherited(held, record)}
+        if refused and (confirmed := await self._confirmed(refused)):
+            raise self._held_already(confirmed)
+        # Once more: while the kubelet was asked a GPU may have changed its mode or fallen ill.
+        for device_id in ids:
+            self._sold(device_id)
+        self._granted |= dict.fromkeys(ids, monotonic())
+        return self._given(ids)
+
+    async def pre_start(self, ids: Sequence[str]) -> None:  # noqa: B027
+        """Nothing to do: not asked for."""
+
+    async def _taken(self, ids: Collection[str]) -> tuple[Mapping[str, Holding], Record]:
+        """Those of `ids` that somebody holds, and the record that says so. Raises Refused.
+
+        A reading is made only for IDs whose last holder is not known to have ended: those that the record at
+        hand shows as held, and those that were handed out and that no record has shown since.
+        """
+        if not (self._held() | self._granted.keys()).intersection(ids):
+            return {}, self._known
+        try:
+            record = self._known = await self._record.look(PATIENCE_SECONDS)
+        except PodResourcesUnavailable as error:
+            text = f"whether GPUs of {self.resource} are still held is not known: {error}"
+            raise Refused(text, Reason.UNAVAILABLE) from error
+        # What the kubelet does not show by now was refused elsewhere, or its holder has ended.
+        self._granted = {text: when for text, when in self._granted.items() if when >= record.began}
+        return self._holders(ids, record), record
+
+    async def _confirmed(self, taken: Mapping[str, Holding]) -> Mapping[str, Holding]:
+        """Those of `taken` that are still held when the API server was asked for their holders."""
+        record = await self._record.confirm(tuple(taken.values()))
+        if record.began >= self._known.began:
+            self._known = record
+        return self._holders(taken, record)
+
+    def _holders(self, ids: Collection[str], record: Record) -> Mapping[str, Holding]:
+        # Of a pod that nobody can name only the checkpoint speaks, which is older than the kubelet's offer.
+        named = [held for held in record.holdings if held.namespace and held.resource == self.resource]
+        holders = {text: held for held in named for text in held.ids}
+        return {text: holders[text] for text in ids if text in holders}
+
+    def _inherited(self, held: Holding, record: Record) -> bool:
+        """Whether a later container of the pod may be asking: the kubelet hands on what this one had.
+
+        All of them are served before the kubelet turns to another pod.
+        """
+        pod = (held.namespace, held.pod)
+        same = [one for one in record.holdings if one.resource == held.resource]
+        served = {one.container for one in same if (one.namespace, one.pod) == pod}
+        waits = any(names[:2] == pod and names[2] not in served for names in record.containers)
+        return waits and not held.listed
+
+    def _held_already(self, taken: Mapping[str, Holding]) -> Refused:
+        text, held = min(taken.items())
+        # The refusal reaches the owner of the pod that asks, who may belong to another namespace: the log is
+        # for administrators only.
+        log.warning(
+            "held_device_offered",
+            resource=self.resource,
+            device=text,
+            pod=f"{held.namespace}/{held.pod}",
+            container=held.container,
+        )
+        return Refused(
+            f"device ID {text} of {self.resource} is held by another container, though the kubelet "
+            "offers it; nothing is handed out twice, create the pod again",
+            Reason.UNAVAILABLE,
+        )
+
+    def _devices(self, assignment: Assignment) -> Iterator[tuple[str, bool, int | None]]:
+        held = self._held()
+        for state in self._inventory.value.gpus:
+            mode = assignment.of(state.uuid)
+            for text in self._ids(state, mode):
+                if mode.offered:
+                    yield text, self._healthy(state, text), state.gpu.numa_node
+                elif mode.leaving or text in held:
+                    yield text, False, state.gpu.numa_node
+
+    def _held(self) -> frozenset[str]:
+        """The holdings by the newest record. From now on it speaks for grants that it is newer than."""
+        record = self._record.cell.value
+        if record is not None and record.began >= self._known.began:
+            self._known = record
+        held = frozenset(
+            text for held in self._known.holdings if held.resource == self.resource for text in held.ids
+        )
+        for text in held & self._granted.keys():
+            if self._granted[text] < self._known.began:
+                del self._granted[text]
+        return held
+
+    def _encoded(self, assignment: Assignment) -> bytes:
+        return b"".join(encode.device(*device) for device in self._devices(assignment))

@@ -1,0 +1,1 @@
+"""Mode mig: instances of GPUs in MIG mode, which others made."""

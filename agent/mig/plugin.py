@@ -1,0 +1,105 @@
+"""Instances of GPUs in MIG mode, by the resource names of NVIDIA's plugin; the ID is the instance's UUID."""
+
+from collections.abc import Sequence
+from time import monotonic
+
+from agent.holdings.holdings import HoldingsWatch
+from agent.injection.inject import Injector
+from agent.inventory.snapshot import GpuState, Snapshot
+from agent.kit.cell import Cell
+from agent.kit.follow import follow
+from agent.kubelet.plugin_types import Allocation, Refused
+from agent.lists.single import SingleResource
+from agent.model.gpu import Instance
+from agent.model.modes import Assignment, GpuMode, Mode
+
+# How long one that was destroyed stays listed, as Unhealthy: an ID that leaves the list while the kubelet is
+# allocating it crashes kubelet 1.36. One that is held stays until its holder has ended.
+LINGER_SECONDS = 10.0
+
+
+def resource_of(profile: str) -> str:
+    """`nvidia.com/mig-1g.18gb.me` of profile `1g.18gb+me`, as NVIDIA's plugin has it."""
+    return f"{Mode.MIG.row.prefix}{profile.replace('+', '.')}"
+
+
+class MigPlugin(SingleResource):
+    def __init__(
+        self,
+        resource: str,
+        inventory: Cell[Snapshot],
+        modes: Cell[Assignment],
+        record: HoldingsWatch,
+        injector: Injector,
+        *,
+        of_any_profile: bool = False,
+    ) -> None:
+        super().__init__(resource, inventory, modes, record)
+        self._injector = injector
+        self._of_any_profile = of_any_profile
+        self._seen: dict[str, tuple[str, float]] = {}  # GPU of each ID, and when the driver listed it last
+        self.lists = Cell(self._encoded(modes.value))
+
+    async def run(self) -> None:
+        await follow(self.refresh, self._inventory, self._modes, self._record.cell, self._injector.named)
+
+    def _ids(self, state: GpuState, mode: GpuMode) -> Sequence[str]:
+        if mode.mode is not Mode.MIG:
+            return ()
+        now, there = monotonic(), [each.uuid for each in state.gpu.instances if self._sells(each)]
+        self._seen |= dict.fromkeys(there, (state.uuid, now))
+        held = self._held()
+        gone = [uuid for uuid, (gpu, _) in self._seen.items() if gpu == state.uuid and uuid not in there]
+        for uuid in gone:
+            if uuid not in held and now - self._seen[uuid][1] > LINGER_SECONDS:
+                del self._seen[uuid]
+        return [*there, *(uuid for uuid in gone if uuid in self._seen)]
+
+    def _sells(self, instance: Instance) -> bool:
+        return self._of_any_profile or resource_of(instance.profile) == self.resource
+
+    def _healthy(self, state: GpuState, device_id: str) -> bool:
+        return not self._trouble(state, device_id)
+
+    def _chosen(self, free: Sequence[str], chosen: Sequence[str], size: int) -> Sequence[str]:
+        """Those of GPUs with the fewest free ones: GPUs without a holder stay so as long as possible."""
+        parents = self._inventory.value.parents
+        order = {state.uuid: number for number, state in enumerate(self._inventory.value.gpus)}
+        left = [parents.get(text, "") for text in free]
+
+        def rank(text: str) -> tuple[int, int]:
+            gpu = parents.get(text, "")
+            return left.count(gpu), order.get(gpu, len(order))
+
+        return [*chosen, *sorted(free, key=rank)][:size]
+
+    def _sold(self, device_id: str) -> None:
+        snapshot = self._inventory.value
+        state = snapshot.by_uuid.get(snapshot.parents.get(device_id, ""))
+        if state is None:
+            raise Refused(
+                f"device ID {device_id[:80]} names no instance of this node: it was destroyed, or the "
+                f"kubelet's list is out of date; {self.resource} is asked for by the UUID of a MIG instance"
+            )
+        mode = self._modes.value.of(state.uuid)
+        where = f"instance {device_id} of GPU {state.uuid} (index {state.gpu.index})"
+        if device_id not in self._ids(state, mode):
+            raise Refused(
+                f"{where} is not offered as {self.resource} now: {mode.reason or 'it has another profile'}"
+            )
+        if trouble := self._trouble(state, device_id):
+            raise Refused(f"{where} is unhealthy: {trouble}; it is handed out again when it has recovered")
+
+    def _given(self, ids: Sequence[str]) -> Allocation:
+        found = [
+            (state.gpu, each)
+            for state in self._inventory.value.gpus
+            for each in state.gpu.instances
+            if each.uuid in ids
+        ]
+        return self._injector.instances(found)
+
+    def _trouble(self, state: GpuState, instance: str) -> str:
+        if all(each.uuid != instance for each in state.gpu.instances):
+            return "the driver lists it no more"
+        return state.trouble_of(instance) or self._injector.lacks_device(instance)

@@ -1,0 +1,141 @@
+"""The wing of MIG: instances that are there are offered, live; none is made or destroyed here."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Self
+
+import anyio
+
+from agent.inventory.snapshot import GpuState
+from agent.kubelet.plugin_types import ResourcePlugin
+from agent.mig.plugin import MigPlugin, resource_of
+from agent.model.gpu import Gpu
+from agent.model.look import Look
+from agent.model.modes import Mode
+from agent.modes.wing import Document, Machine, Node, Task, Wing
+from agent.nvml.nvml_errors import NvmlError
+from agent.settings import Settings
+from agent.telemetry import definitions as d
+from agent.telemetry.reading import Series
+
+MEASURE_SECONDS = 10.0
+WHOLE_RESOURCE = Mode.PGPU.resources[0]  # by which strategy single offers them
+
+
+class MigWing(Wing):
+    mode: ClassVar[Mode] = Mode.MIG
+
+    def __init__(self, node: Node) -> None:
+        """See `build`."""
+        self._node = node
+        self._single = node.settings.mig.strategy == "single"
+        self._plugins: dict[str, MigPlugin] = {}
+        self._used: Mapping[str, int] = {}  # bytes in use, by instance
+
+    @classmethod
+    def checks(cls, settings: Settings, machine: Machine) -> Iterator[Look]:
+        for gpu in machine.gpus:
+            if gpu.mig_enabled and not settings.modes.mig:
+                text = (
+                    f"on for GPU {gpu.index}, which is not offered: set modes.mig: true, or nvidia-smi -mig 0"
+                )
+                yield Look.warning("MIG", text)
+            elif gpu.mig_enabled:
+                yield Look.warning("MIG", text) if (text := _lacking(gpu)) else Look.ok("MIG", _listed(gpu))
+
+    @classmethod
+    async def build(cls, node: Node) -> Self:
+        return cls(node)
+
+    def plugins(self) -> Sequence[ResourcePlugin]:
+        """One for each profile that was ever seen; with strategy single one for all."""
+        named = {
+            each.profile
+            for state in self._node.snapshot.value.gpus
+            for each in state.gpu.instances
+            if each.profile
+        }
+        for resource in [WHOLE_RESOURCE] if self._single else sorted(map(resource_of, named)):
+            if resource not in self._plugins:
+                node = self._node
+                parts = (node.snapshot, node.assignment, node.holdings, node.injector)
+                self._plugins[resource] = MigPlugin(resource, *parts, of_any_profile=self._single)
+        return tuple(self._plugins.values())
+
+    def tasks(self) -> Sequence[Task]:
+        return [Task("mig memory", self._measure)]
+
+    def obstacle(self, state: GpuState) -> str:
+        gpu = state.gpu
+        if not gpu.mig_enabled:
+            return (
+                "the GPU is not in MIG mode, and the agent does not switch that; "
+                f"turn it on with nvidia-smi -i {gpu.index} -mig 1, or ask for another mode"
+            )
+        profiles = {each.profile for one in self._node.snapshot.value.gpus for each in one.gpu.instances}
+        if self._single and len(profiles) > 1:
+            return (
+                "with mig.strategy single all instances have one profile, and here are "
+                f"{', '.join(sorted(profiles))}: make them alike, or set mig.strategy: mixed"
+            )
+        return ""
+
+    def gpu_facts(self, uuid: str) -> Document:
+        state = self._node.snapshot.value.by_uuid.get(uuid)
+        if state is None or not state.gpu.mig_enabled:
+            return {}
+        return {
+            "instances": [
+                {
+                    "uuid": each.uuid,
+                    "profile": each.profile,
+                    "memoryBytes": each.memory_bytes,
+                    "memoryUsedBytes": self._used.get(each.uuid),
+                    "cause": state.trouble_of(each.uuid),
+                }
+                for each in state.gpu.instances
+            ]
+        }
+
+    def remarks(self) -> Sequence[str]:
+        return [text for gpu in self._offered() if (text := _lacking(gpu))]
+
+    def metrics(self) -> Iterator[Series]:
+        for gpu in self._offered():
+            state = self._node.snapshot.value.by_uuid[gpu.uuid]
+            for each in gpu.instances:
+                labels = (gpu.uuid, str(gpu.index), each.uuid, each.profile)
+                yield d.INSTANCE_HEALTHY, float(not state.trouble_of(each.uuid)), labels
+                yield d.INSTANCE_MEMORY_TOTAL, each.memory_bytes, labels
+                if each.uuid in self._used:
+                    yield d.INSTANCE_MEMORY_USED, self._used[each.uuid], labels
+
+    def _offered(self) -> list[Gpu]:
+        assignment = self._node.assignment.value
+        gpus = [state.gpu for state in self._node.snapshot.value.gpus]
+        return [gpu for gpu in gpus if assignment.of(gpu.uuid).mode is self.mode]
+
+    async def _measure(self) -> None:
+        while True:
+            used: dict[str, int] = {}
+            for instance in [each.uuid for gpu in self._offered() for each in gpu.instances]:
+                try:
+                    used[instance] = await self._node.calls.run(self._node.nvml.instance_memory, instance)
+                except NvmlError:  # NVML is closed, or it is gone: missing rather than wrong
+                    continue
+            self._used = used
+            await anyio.sleep(MEASURE_SECONDS)
+
+
+def _lacking(gpu: Gpu) -> str:
+    """Say which part of a GPU in MIG mode nobody can ask for; empty: there is none."""
+    if not gpu.instances:
+        return (
+            f"GPU {gpu.index} is in MIG mode and has no instance, so that nothing of it is offered; "
+            f"nvidia-smi mig -i {gpu.index} -cgi PROFILE -C makes one, -lgip lists profiles"
+        )
+    unnamed = [each.uuid for each in gpu.instances if not each.profile]
+    return f"the driver names no profile of {', '.join(unnamed)}: not offered" if unnamed else ""
+
+
+def _listed(gpu: Gpu) -> str:
+    return f"on for GPU {gpu.index}: {', '.join(each.profile for each in gpu.instances)}"
