@@ -193,7 +193,9 @@ class DaemonTable:
         self._watched.setdefault(pid, []).append(other)
         return ours
 
-    async def session(self, program: Path, text: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    async def session(
+        self, program: Path, text: str, environment: Mapping[str, str], *_: object
+    ) -> tuple[str, str]:
         """See `agent.mps.control_commands.session`."""
         del program
         own = Path(environment[PIPE_DIRECTORY])
