@@ -67,7 +67,7 @@ def planned(
     chosen = [] if rng.random() < 0.25 else [family for family in families(shape) if rng.random() < 0.4]
     if chosen:
         later = random.Random(f"later families of {seed}")
-        # Drawn by no seed yet: what seed 12 found by it is not known to be mended (README.md).
+        # Drawn by no seed yet: what seeds found by it is open (README.md).
         drawn = [family for family in later_families(shape) if family is not HUNG_PROCESSES]
         chosen += [family for family in drawn if later.random() < 0.4]
     if wanted is not None:
