@@ -22,7 +22,7 @@ from tests.cluster.extender_process import Replica
 from tests.cluster.pki import Authority
 from tests.cluster.rig import Cluster, free_ports
 from tests.cluster.waiting import NotYet, eventually
-from tests.peers.program import documents, running
+from tests.peers.program import documents, install_kinds, running
 
 PAGE, HEADING = Path("docs/extender.md"), "Kueue"
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -57,8 +57,7 @@ def kueue(
     # The other team's, as the page says.
     both = [text, text.replace("team-a", "team-b")]
     objects = [each for one in both for each in yaml.safe_load_all(one)]
-    for each in documents(made.manifests / "config/components/crd/bases"):
-        directed.apply(each)
+    install_kinds(directed, made.manifests / "config/components/crd/bases")
     with started(directed, made.program, yaml.safe_load(configuration), tmp_path) as webhook:
         for each in webhooks(directed, documents(made.manifests / "config/components/webhook"), webhook):
             directed.apply(each)
