@@ -44,7 +44,7 @@ def install_kinds(cluster: Cluster, *paths: Path) -> None:
     def served() -> None:
         for name in names:
             found = cluster.get("CustomResourceDefinition", name, api_version="apiextensions.k8s.io/v1")
-            conditions = found.get("status", {}).get("conditions", [])
+            conditions = found.get("status", {}).get("conditions") or []
             if {"Established": "True"} not in [{each["type"]: each["status"]} for each in conditions]:
                 raise NotYet(name)
             (group, version) = found["spec"]["group"], found["status"]["storedVersions"][0]
