@@ -10,10 +10,10 @@ import anyio
 import anyio.to_thread
 import structlog
 
+from agent.cluster.nudges import PodNudges
 from agent.cluster.reach import ClusterAccess
 from agent.dra.driver import ClaimPreparer
 from agent.dra.ledger import ClaimLedger
-from agent.dra.nudges import PodNudges
 from agent.dra.offers import Offers
 from agent.dra.publisher import SlicePublisher
 from agent.dra.reports import ClusterClaimReports
@@ -57,10 +57,9 @@ class DraDoor:
             wings,
             configured.reserve_whole,
             node.settings.mps.most_clients,
+            node.injector.looked,
         )
-        self.ledger = ClaimLedger(
-            self.requests.wanted, self._offers.sizes, lambda: configured.keep_daemon_seconds
-        )
+        self.ledger = ClaimLedger(self.requests, self._offers.sizes, configured.keep_daemon_seconds)
         self._reports = ClusterClaimReports(cluster.api, cluster.events)
         self.preparer = ClaimPreparer(
             node.name,
@@ -85,7 +84,8 @@ class DraDoor:
             partial(node.event, warning=True),
             Path(node.settings.host.sysfs),
         )
-        self._nudges = PodNudges(cluster.api, cluster.pods, lambda: self.preparer.asked_pods)
+        asked = self.preparer.asked_pods
+        self._nudges = PodNudges(cluster.api, cluster.pods, asked, self.ledger.held)
         self._nudges_wanted = configured.nudge_pods
         self._unreadable = ""
 
@@ -154,6 +154,7 @@ class DraDoor:
         """Degradations, each in a sentence."""
         wanted = bool(self._offers.now())
         found = self.publisher.remarks() if wanted or self.requests.listed.value else []
+        found += self._offers.remarks()
         if wanted and (blocker := self.endpoint.blocker):
             found.append(blocker)
         return found + ([self._unreadable] if self._unreadable else [])

@@ -22,17 +22,19 @@ from agent.kubelet.claim_service import ClaimName, DeviceVerdict, PreparedShare
 from agent.model.claim_device import DRIVER, pool_of
 from agent.model.demand import MPS
 from agent.model.holding import Holder
-from agent.model.modes import Assignment, Mode
+from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.pod import Pod
 from agent.model.resource_claim import GROUP, HeldClaim, ResourceClaim
+from agent.modes.cordons import CORDONED
 from agent.modes.switch_state import STARTING, SwitchState
-from agent.modes.wing import SetUpFailed, Wing
+from agent.modes.wing import NotYet, SetUpFailed, Wing
 from agent.pairing.pod_access import PodSource, PodsUnavailable
 
 log = structlog.get_logger()
 
 PREPARE_SECONDS = 40.0  # the kubelet gives a call up after 45
 CALL_SECONDS = 2.0
+LOOK_SECONDS = 0.1
 
 Answers = dict[str, Sequence[PreparedShare] | str]
 
@@ -146,6 +148,8 @@ class ClaimPreparer:
                 self.asked_pods[each.uid] = None
             while len(self.asked_pods) > 1024:
                 del self.asked_pods[next(iter(self.asked_pods))]
+            with anyio.CancelScope(deadline=deadline):  # an agent that starts knows no GPU yet
+                await self._inventory.wait_for(lambda now: bool(now.gpus))
             held[name.uid] = asked(claim, name.uid, self.pool, self._bounds())
         except ClaimRefused as error:
             answers[name.uid] = str(error)
@@ -186,17 +190,17 @@ class ClaimPreparer:
             if each.resource == "pods"
         }
         shown = {pod.key: pod for pod in self._pods.pods_on_node()}
-        found = []
-        for key, uid in wanted.items():
-            pod: Pod | None = shown.get(key)
-            if pod is None or pod.uid != uid or not pod.claimed_devices():
+        found = [shown[key] for key, uid in wanted.items() if key in shown and shown[key].uid == uid]
+        known = {pod.key for pod in found if pod.claimed_devices()}
+        with anyio.move_on_after(CALL_SECONDS):  # the kubelet may have a pod before our watch has
+            for key in () if known else wanted:
                 try:
                     pod = await self._pods.fetch(*key)
                 except PodsUnavailable as error:
                     log.info("pod_of_claim_unknown", pod="/".join(key), problem=str(error))
                     continue
-            if pod and pod.uid == uid and pod.spec.node_name in ("", self._node):
-                found.append(pod)
+                if pod and pod.uid == wanted[key] and pod.spec.node_name == self._node:
+                    found.append(pod)
         return found
 
     async def _check(self, pods: Sequence[Pod], held: Mapping[str, HeldClaim], answers: Answers) -> None:
@@ -225,11 +229,16 @@ class ClaimPreparer:
                 for uuid in sorted(claim.gpus):
                     self._given(claim, uuid, known=known)
                 await self._ledger.enter(claim)
-                entered = True
+                entered, why = True, ""
                 for uuid in sorted(claim.gpus):
                     await self._switched(claim, uuid, known=known)
-                answers[claim.uid] = self._answer(claim, pods)
-                done = True
+                while not done:
+                    try:
+                        answers[claim.uid] = self._answer(claim, pods)
+                        done = True
+                    except NotYet as error:  # a daemon that has just ended is started again
+                        why = str(error)
+                        await anyio.sleep(LOOK_SECONDS)
         except (ClaimRefused, SetUpFailed) as error:
             answers[claim.uid] = str(error)
         finally:
@@ -266,7 +275,7 @@ class ClaimPreparer:
                         group.cancel_scope.cancel()
 
             group.start_soon(watch)
-            await self._assignment.wait_for(lambda now: now.of(uuid).dra and now.of(uuid).mode is mode)
+            await self._assignment.wait_for(lambda now: _serves(now.of(uuid), mode, known=known))
             if not known:
                 await self._inventory.wait_for(lambda now: uuid in now.by_uuid and now.by_uuid[uuid].healthy)
             group.cancel_scope.cancel()
@@ -305,3 +314,12 @@ class ClaimPreparer:
             )
             for each in claim.devices
         ]
+
+
+def _serves(now: GpuMode, mode: Mode, *, known: bool) -> bool:
+    """Whether a GPU is in a mode for claims. One that was allocated before a cordon is let in, as by plugins.
+
+    On one that is closed otherwise there may be a process that outlives its pod.
+    """
+    open_to_it = known or now.claimable or now.reason.startswith(CORDONED)
+    return now.dra and now.mode is mode and open_to_it

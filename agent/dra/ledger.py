@@ -16,8 +16,9 @@ from agent.kit.cell import Cell
 from agent.model.claim_device import device_name
 from agent.model.demand import CORES
 from agent.model.holding import Holding
-from agent.model.modes import SHARES, Mode
+from agent.model.modes import SHARES
 from agent.model.resource_claim import AskedDevice, HeldClaim
+from agent.modes.claims import ClaimRequests
 
 # After an answer the kubelet writes its record down within milliseconds; a claim that it does not have by
 # then it has never taken in, and will not give back.
@@ -25,16 +26,16 @@ RECORDED_SECONDS = 10.0
 
 
 class ClaimLedger:
-    """`wanted` has the mode of each GPU on which there are claims, or were a moment ago."""
+    """Publishes in `requests` the mode of each GPU on which there are claims, or were a moment ago."""
 
     def __init__(
         self,
-        wanted: Cell[Mapping[str, Mode]],
+        requests: ClaimRequests,
         size: Callable[[str], tuple[int, int]],
-        keep_seconds: Callable[[], float] = lambda: 0.0,
+        keep_seconds: float = 0.0,
     ) -> None:
         """`size`: GiB that shares of a GPU may have together, and how many shares there may be."""
-        self._wanted = wanted
+        self._requests = requests
         self._size = size
         self._keep_seconds = keep_seconds
         self._answered: dict[str, float] = {}  # when claims were last asked for or answered, by UID
@@ -115,8 +116,8 @@ class ClaimLedger:
         claim = self.held.value.get(uid) or self.held.value.get(adopted)
         if claim is None:
             return
-        if keep := self._keep_seconds():
-            until = anyio.current_time() + keep
+        if self._keep_seconds:
+            until = anyio.current_time() + self._keep_seconds
             self._warm |= {each.share.gpu: until for each in claim.devices if each.share.mode is SHARES}
         self._put({each: other for each, other in self.held.value.items() if each not in (uid, adopted)})
 
@@ -168,5 +169,8 @@ class ClaimLedger:
         wanted |= dict.fromkeys(self._warm, SHARES)
         if held != self.held.value:
             self.held.publish(MappingProxyType(dict(held)))
-        if wanted != self._wanted.value:
-            self._wanted.publish(MappingProxyType(wanted))
+        requests, idle = self._requests, frozenset(self._warm)
+        if idle != requests.idle.value:
+            requests.idle.publish(idle)
+        if wanted != requests.wanted.value:
+            requests.wanted.publish(MappingProxyType(wanted))

@@ -1,9 +1,9 @@
 """Which GPUs of the node are devices now, and what keeps claims away from them."""
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 
@@ -13,12 +13,12 @@ from agent.dra.slices import (
     UNHEALTHY,
     DeviceOffer,
     names,
-    nvlink_groups,
 )
+from agent.inventory.links import pcie_root
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.claim_service import DeviceVerdict
-from agent.model.claim_device import device_name, pool_of
+from agent.model.claim_device import WORDS, device_name, pool_of
 from agent.model.gpu import Driver
 from agent.model.modes import SHARES, Assignment, GpuMode, Mode
 from agent.modes.claims import ClaimRequests
@@ -41,8 +41,12 @@ class Offers:
         wings: Mapping[Mode, Wing],
         reserve: int,
         most_clients: int | None,
+        injection: Cell[Any],
     ) -> None:
-        """`reserve`: how many GPUs, the last ones, take no shares. `most_clients`: of one, below MPS' own."""
+        """`reserve`: how many GPUs, the last ones, take no shares. `most_clients`: of one, below MPS' own.
+
+        `injection` is published when the way changes by which containers get GPUs.
+        """
         self._node = node
         self._inventory = inventory
         self._assignment = assignment
@@ -52,7 +56,7 @@ class Offers:
         self._reserve = reserve
         self._most_clients = most_clients
         self._roots: dict[str, str] = {}  # PCIe root complexes, by bus ID
-        self.cells = (inventory, assignment, switch)
+        self.cells: tuple[Cell[Any], ...] = (inventory, assignment, switch, injection)
 
     def is_ours(self, name: str) -> bool:
         """Whether a slice has a name of ours."""
@@ -78,8 +82,8 @@ class Offers:
             for state in snapshot.gpus
             if assignment.of(state.uuid).dra and (state.uuid not in wanted or wanted[state.uuid].dra)
         ]
-        groups = nvlink_groups(snapshot.topology, [state.gpu for state in snapshot.gpus])
-        last = sorted(staying, key=lambda each: each.gpu.index)[len(staying) - self._reserve :]
+        groups = snapshot.topology.nvlink_groups()
+        last = sorted(staying, key=lambda each: each.gpu.index)[max(0, len(staying) - self._reserve) :]
         reserved = {state.uuid for state in last} if self._reserve else set()
         return [
             DeviceOffer(
@@ -104,21 +108,36 @@ class Offers:
         return (pair.blocks(state.gpu.memory_bytes), self._clients(state)) if state and pair else (0, 0)
 
     def _taints(self, state: GpuState, mode: GpuMode, *, reserved: bool) -> Taints:
-        everywhere = []
-        if not state.healthy:
-            everywhere.append((UNHEALTHY, state.health.state.value))
-        if not mode.claimable:
-            everywhere.append((UNAVAILABLE, word_of(mode.reason)))
-        shares = list(everywhere)
-        if mode.claimable and (mode.reason or self._obstacle(state)):
-            shares.append((UNAVAILABLE, "failed" if mode.reason else "impossible"))
-        if reserved:
-            shares.append((RESERVED, "whole"))
-        return {each: tuple(shares if each is SHARES else everywhere) for each in self._requests.modes}
+        found: dict[Mode, tuple[tuple[str, str], ...]] = {}
+        for each in self._requests.modes:
+            taints = []
+            if not state.healthy:
+                taints.append((UNHEALTHY, "blocked" if state.blocked else state.health.state.value))
+            if not mode.claimable:
+                taints.append((UNAVAILABLE, word_of(mode.reason)))
+            elif self._obstacle(state, each):
+                taints.append((UNAVAILABLE, "impossible"))
+            elif mode.reason and each is SHARES:
+                taints.append((UNAVAILABLE, "failed"))
+            if reserved and each is SHARES:
+                taints.append((RESERVED, "whole"))
+            found[each] = tuple(taints)
+        return found
 
-    def _obstacle(self, state: GpuState) -> str:
-        wing = self._wings.get(SHARES)
-        return wing.obstacle(state) if wing else ""
+    def _obstacle(self, state: GpuState, mode: Mode) -> str:
+        """Why no claim can have a device, in words; empty: one can."""
+        wing = self._wings[mode]
+        return wing.obstacle(state) or wing.unclaimable()
+
+    def remarks(self) -> list[str]:
+        """Devices that no claim can have."""
+        found = {
+            (mode, why): None
+            for offer in self.now()
+            for mode in offer.modes
+            if (why := self._obstacle(self._inventory.value.by_uuid[offer.gpu.uuid], mode))
+        }
+        return [f"no claim gets a GPU as {WORDS[mode]}: {why}" for mode, why in found]
 
     def verdicts(self) -> list[DeviceVerdict]:
         """The health of each device, for statuses of pods."""
@@ -134,13 +153,3 @@ def word_of(reason: str) -> str:
     """The value of a taint for a reason in words: its first one, or none that says anything."""
     word = re.match(r"[A-Za-z]{2,30}", reason)
     return word[0].lower() if word and word[0].lower() not in ("the", "it", "gpu") else "closed"
-
-
-def pcie_root(sysfs: Path, bus: str) -> str:
-    """The root complex above a PCI device, `pci0000:00`; empty where the machine names none. Blocks."""
-    try:
-        link = sysfs / "bus/pci/devices" / bus
-        target = Path(os.path.normpath(link.parent / link.readlink()))
-    except OSError:
-        return ""
-    return next((part for part in target.parts if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part)), "")

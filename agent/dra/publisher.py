@@ -7,6 +7,7 @@ claim has them any more.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.model.claim_device import DRIVER, pool_of
-from agent.model.metadata import Metadata
 from agent.model.resource_claim import GROUP, ClaimList
 
 log = structlog.get_logger()
@@ -49,13 +49,6 @@ IDLE_SECONDS = 300.0
 OTHERS = ("gpu.nvidia.com",)  # drivers that offer the same GPUs
 CLAIMS = f"/apis/{GROUP}/resourceclaims"
 CLAIMS_PER_PAGE = 500
-
-
-class ApiSlice(msgspec.Struct, frozen=True):
-    """A ResourceSlice, whole."""
-
-    metadata: Metadata
-    spec: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class SlicePublisher:
@@ -82,8 +75,9 @@ class SlicePublisher:
         self._event = event
         self._sysfs = sysfs
         selector = {"fieldSelector": f"spec.nodeName={node}"}
-        self.reflector = Reflector(api, PATH, selector, ApiSlice, "slices")
+        self.reflector = Reflector(api, PATH, selector, Published, "slices")
         self._answers: dict[str, tuple[Document, Document]] = {}  # what was sent last, and what came of it
+        self._devices: dict[str, Document] = {}  # as published last, by name
         self._leaving: dict[str, float] = {}  # since when GPUs are tainted because they leave
         self._supported = False
         self._told: set[str] = set()
@@ -110,8 +104,8 @@ class SlicePublisher:
         """Write what differs, for ever."""
         async with anyio.create_task_group() as group:
             group.start_soon(self.reflector.run)
-            cells = (self.reflector.items, self._registered, *self._offers.cells)
-            group.start_soon(follow, lambda: self._wake.publish(None), *cells)
+            cells: list[Cell[Any]] = [self.reflector.items, self._registered, *self._offers.cells]
+            group.start_soon(partial(follow, lambda: self._wake.publish(None), *cells))
             backoff = Backoff(first=0.2, longest=30.0, jitter=0.3)
             while True:
                 seen = self._wake.version
@@ -156,8 +150,12 @@ class SlicePublisher:
         await self._offers.look(self._sysfs)
         offered = self._offers.now()
         staying = {each.gpu.uuid for each in offered}
-        devices = [device for each in ours.values() for device in each.devices]
-        kept = await self._kept([each for each in devices if not gpus_of([each]) <= staying])
+        # Those of a GPU that leaves are put back, too, where somebody takes the slices away.
+        self._devices |= {device["name"]: device for each in ours.values() for device in each.devices}
+        left = [each for each in self._devices.values() if not gpus_of([each]) <= staying]
+        kept = await self._kept(left)
+        self._devices = {each["name"]: each for each in self._devices.values() if each not in left}
+        self._devices |= {each["name"]: each for each in kept}
         wanted = contents(self._node, offered, self._offers.driver(), kept)
         self._list(frozenset(staying) | gpus_of(kept))
         uid, _ = self._node_facts()
@@ -185,6 +183,7 @@ class SlicePublisher:
             self._hindered(problem)
             for name in self._found()[0]:  # without the fields that keep devices apart
                 await self._delete(name)
+            self._list(frozenset(), shrink=True)
         self._supported = not problem
         return self._supported
 
@@ -192,24 +191,24 @@ class SlicePublisher:
         """Our slices by name, and others that say to be our driver's."""
         ours: dict[str, Published] = {}
         foreign = []
-        for uid, each in self.reflector.items.value.items():
-            if each.spec.get("driver") != DRIVER:
-                continue
-            found = Published(each.metadata.name, uid, each.metadata.resource_version, each.spec)
-            own = self._offers.is_ours(found.name) and each.spec["pool"]["name"] == pool_of(self._node)
-            if own:
-                ours[found.name] = found
-            else:
-                foreign.append(found)
+        for each in self.reflector.items.value.values():
+            name, pool = each.metadata.name, each.spec.get("pool", {}).get("name")
+            if each.spec.get("driver") == DRIVER:
+                if self._offers.is_ours(name) and pool == pool_of(self._node):
+                    ours[name] = each
+                else:
+                    foreign.append(each)
         return ours, foreign
 
     async def _replace(self, foreign: Published) -> None:
-        if foreign.uid not in self._told:
-            self._told.add(foreign.uid)
-            text = f"ResourceSlice {foreign.name} says to be this driver's, and is not: it is deleted"
-            log.warning("foreign_slice", slice=foreign.name, pool=foreign.spec.get("pool"))
-            self._event("ForeignSlice", text)
-        await self._delete(foreign.name)
+        name, uid = foreign.metadata.name, foreign.metadata.uid
+        if uid not in self._told:
+            self._told.add(uid)
+            log.warning("foreign_slice", slice=name, pool=foreign.spec.get("pool"))
+            self._event(
+                "ForeignSlice", f"ResourceSlice {name} says to be this driver's, and is not: it is deleted"
+            )
+        await self._delete(name)
 
     def _differs(self, write: Write, ours: Mapping[str, Published]) -> bool:
         """Whether a write would change something: a field that the server does not take is sent once."""
@@ -225,7 +224,7 @@ class SlicePublisher:
         else:
             answer = await self._api.post(PATH, body)
         self.writes += 1
-        item = msgspec.json.decode(answer, type=ApiSlice)
+        item = msgspec.json.decode(answer, type=Published)
         self._answers[write.name] = (_plain(write.body["spec"]), _plain(item.spec))
         self.reflector.answered(item)
         with anyio.move_on_after(SHOWN_SECONDS):  # else it would be created once more

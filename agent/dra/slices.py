@@ -9,12 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from agent.model.claim_device import DRIVER, WORDS, device_name, parse_device, pool_of
+from agent.model.compat import semantic
 from agent.model.demand import CORES, MPS
 from agent.model.gpu import Driver, Gpu
+from agent.model.metadata import Metadata
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.quantity import units
-from agent.model.topology import NVLINK_POINTS, Topology
 
 PATH: Final = "/apis/resource.k8s.io/v1/resourceslices"
 COUNTERS_PER_SET: Final = 32
@@ -49,14 +52,11 @@ class DeviceOffer:
     taints: Mapping[Mode, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A slice as the API server has it."""
+class Published(msgspec.Struct, frozen=True):
+    """A ResourceSlice as the API server has it."""
 
-    name: str
-    uid: str
-    version: str
-    spec: Document
+    metadata: Metadata
+    spec: Document = msgspec.field(default_factory=dict)
 
     @property
     def devices(self) -> list[Document]:
@@ -144,7 +144,7 @@ def _attributes(offer: DeviceOffer, mode: Mode, driver: Driver | None) -> Iterat
     yield "computeCapability", {"version": "{}.{}.0".format(*gpu.compute_capability)}
     if driver:
         yield "cudaVersion", {"version": "{}.{}.0".format(*driver.cuda_version)}
-        if version := _version(driver.version):
+        if version := semantic(driver.version):
             yield "driverVersion", {"version": version}
     if offer.nvlink_group is not None:
         yield "nvlinkGroup", {"int": offer.nvlink_group}
@@ -153,26 +153,6 @@ def _attributes(offer: DeviceOffer, mode: Mode, driver: Driver | None) -> Iterat
         yield "resource.kubernetes.io/pcieRoot", {"string": offer.pcie_root}
     if gpu.numa_node is not None and gpu.numa_node >= 0:
         yield "resource.kubernetes.io/numaNode", {"int": gpu.numa_node}
-
-
-def _version(text: str) -> str:
-    """A driver's version as a semantic one, whose numbers begin with no 0; empty: it is none."""
-    parts = text.split(".")
-    if not 1 <= len(parts) <= 3 or not all(part.isascii() and part.isdecimal() for part in parts):
-        return ""
-    return ".".join(str(int(part)) for part in (*parts, "0", "0")[:3])
-
-
-def nvlink_groups(topology: Topology, gpus: Sequence[Gpu]) -> Mapping[str, int]:
-    """A number for each set of GPUs that NVLinks connect, the index of its first; lone ones have none."""
-    groups = {gpu.uuid: gpu.index for gpu in gpus}
-    for at, one in enumerate(gpus):
-        for other in gpus[:at]:
-            if topology.pair(one.uuid, other.uuid) >= NVLINK_POINTS:
-                low, high = sorted((groups[one.uuid], groups[other.uuid]))
-                groups = {uuid: low if group == high else group for uuid, group in groups.items()}
-    sizes = [*groups.values()]
-    return {uuid: group for uuid, group in groups.items() if sizes.count(group) > 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +172,9 @@ def writes(
     Where devices come or go a new generation of all slices begins, and counts once it is complete.
     """
     there = [found[name] for name in wanted if name in found]
-    same = len(there) == len(wanted) and all(_shape(wanted[each.name]) == _shape(each.spec) for each in there)
+    same = len(there) == len(wanted) and all(
+        _shape(wanted[each.metadata.name]) == _shape(each.spec) for each in there
+    )
     one = len({each.generation for each in there}) == 1
     one = one and all(each.spec["pool"]["resourceSliceCount"] == len(wanted) for each in there)
     newest = max((each.generation for each in found.values()), default=0)
@@ -202,7 +184,7 @@ def writes(
         Write(
             name,
             _slice(name, node, node_uid, pool, _dated(content, found.get(name))),
-            found[name].version if name in found else "",
+            found[name].metadata.resource_version if name in found else "",
         )
         for name, content in wanted.items()
         if not (same and one) or differences(content, found[name].spec)

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 import msgspec
 
 from agent.cluster.api import ApiRefused, KubeApi
-from agent.dra.slices import PATH, UNAVAILABLE, DeviceOffer, Document, contents, missing_gates, names, writes
+from agent.dra.slices import PATH, UNAVAILABLE, DeviceOffer, Document, contents, missing_gates, writes
 from agent.model.gpu import Gpu
 from agent.model.modes import SHARES, WHOLE_GPUS
 
@@ -49,9 +48,7 @@ async def problem_of(api: KubeApi, node: str, kubelet: str) -> str:
 
 def _probes(node: str, offer: DeviceOffer) -> Mapping[str, Document]:
     """Slices by names that none has."""
-    counters, _ = names(node)
-    wanted = contents(node, [replace(offer)], None)
-    return {f"{name}-probe": content for name, content in wanted.items()} if counters else wanted
+    return {f"{name}-probe": content for name, content in contents(node, [offer], None).items()}
 
 
 def parsed(version: str) -> tuple[int, ...]:

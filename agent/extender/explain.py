@@ -140,6 +140,8 @@ def _lines(who: str, demand: PodDemand, fleet: Fleet) -> list[str]:
 
 def _verdict(name: str, demand: PodDemand, fleet: Fleet) -> str:
     if not fleet.verdict(name, demand) and (others := fleet.of_other_doors(name, demand)):
+        if fleet.inventory(name):
+            return "its GPUs are devices of DRA, judged by kube-scheduler"
         return f"no {others[0]} offered, unless a DRA driver serves it"
     return fleet.verdict(name, demand)
 

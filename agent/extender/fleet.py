@@ -205,12 +205,18 @@ class Fleet:
     def of_other_doors(self, name: str, demand: PodDemand) -> tuple[str, ...]:
         """Resources of a demand that a node has by another door, if at all, as by a DRA driver.
 
-        It lists none, and has no agent of ours. It passes: kube-scheduler has judged that.
+        It lists none, and has no agent of ours, or one that offers all by DRA. It passes: kube-scheduler has
+        judged that.
         """
         node = self._nodes.get(name)
-        if node is None or node.inventory or node.problem:
+        if node is None or node.problem or (node.inventory and not node.inventory.by_claims):
             return ()
-        return tuple(resource for resource in demand.whole_gpus if resource not in node.totals)
+        ours = node.inventory is not None  # a plugin of no units may stand beside it
+        return tuple(
+            resource
+            for resource in demand.whole_gpus
+            if resource not in node.totals or (ours and not node.totals[resource])
+        )
 
     def free(self, name: str) -> FreeCapacity:
         """Free capacity of a node that there is."""
@@ -236,7 +242,7 @@ class Fleet:
         `work` counts what it takes. `alike` keeps what was found for nodes that are alike, for one demand.
         """
         inventory = self.inventory(name)
-        if inventory is None:
+        if inventory is None or inventory.by_claims:
             return self.verdict_by_totals(name, demand)
         if demand.gpus and (reason := self._other_name(name, demand)):
             return reason
@@ -255,7 +261,7 @@ class Fleet:
         `owner`: away from its replicas, as far as there is room.
         """
         inventory = self.inventory(name)
-        if inventory is None:
+        if inventory is None or inventory.by_claims:
             return None if self.verdict_by_totals(name, demand) else Picked((), (math.inf,))
         if demand.gpus and self._other_name(name, demand):
             return None

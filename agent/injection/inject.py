@@ -254,6 +254,13 @@ class Injector:
             return ""
         return f"{KIND if uuid in self._own.value.names else TOOLKIT_KIND}={uuid}"
 
+    @property
+    def claim_problem(self) -> str:
+        """Why claims cannot bring GPUs, in words; empty: they can."""
+        if self.claim_device(""):
+            return ""
+        return f"GPUs have no CDI devices, by which alone claims bring them: {self.choice.reason}"
+
     def allocation(self, gpus: Sequence[Gpu]) -> Allocation:
         """Environment, mounts, device nodes or CDI names for `gpus`, in the order given."""
         return self._allocation([gpu.uuid for gpu in gpus], gpus, ())

@@ -1,7 +1,10 @@
 """Reads how the GPUs are connected whenever their set changes; never inside an RPC."""
 
+import os
+import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from agent.model.gpu import Gpu
 from agent.model.topology import Topology, Wires, count_wires, nvlinks_between, pair_score
@@ -47,3 +50,13 @@ class LinkReading:
             return int(self._nvml.ancestor(one, other))
         except NvmlError:
             return UNKNOWN_LEVEL
+
+
+def pcie_root(sysfs: Path, bus: str) -> str:
+    """The root complex above a PCI device, `pci0000:00`; empty where the machine names none. Blocks."""
+    try:
+        link = sysfs / "bus/pci/devices" / bus
+        target = Path(os.path.normpath(link.parent / link.readlink()))
+    except OSError:
+        return ""
+    return next((part for part in target.parts if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part)), "")

@@ -38,3 +38,11 @@ def vgpu_warning(driver: Driver | None) -> str | None:
 def dotted(version: tuple[int, int]) -> str:
     """`12.4`."""
     return f"{version[0]}.{version[1]}"
+
+
+def semantic(text: str) -> str:
+    """A driver's version as a semantic one, whose numbers begin with no 0; empty: it is none."""
+    parts = text.split(".")
+    if not 1 <= len(parts) <= 3 or not all(part.isascii() and part.isdecimal() for part in parts):
+        return ""
+    return ".".join(str(int(part)) for part in (*parts, "0", "0")[:3])

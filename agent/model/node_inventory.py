@@ -60,6 +60,11 @@ class NodeInventory:
     links: tuple[int, ...] = ()  # empty: not known, or all alike
 
     @property
+    def by_claims(self) -> bool:
+        """Whether all GPUs are devices of DRA, which kube-scheduler itself knows."""
+        return bool(self.gpus) and all(gpu.mode.row.by_claims for gpu in self.gpus)
+
+    @property
     def topology(self) -> Topology:
         """Pair scores by index as text; nodes of one build share the object."""
         return _topology(tuple(gpu.index for gpu in self.gpus), self.links)

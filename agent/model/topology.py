@@ -72,6 +72,16 @@ class Topology:
         a, b = self.position.get(one), self.position.get(other)
         return 0 if a is None or b is None else self.scores[a][b]
 
+    def nvlink_groups(self) -> Mapping[str, int]:
+        """A number for each set of GPUs that NVLinks connect, its first one's place; lone ones have none."""
+        groups = list(range(len(self.gpus)))
+        for one, row in enumerate(self.scores):
+            for other, points in enumerate(row[:one]):
+                if points >= NVLINK_POINTS:
+                    low, high = sorted((groups[one], groups[other]))
+                    groups = [low if group == high else group for group in groups]
+        return {uuid: group for uuid, group in zip(self.gpus, groups, strict=True) if groups.count(group) > 1}
+
     def score(self, gpus: Iterable[str]) -> int:
         """The link score of a set: the sum over its pairs."""
         known = [self.position[uuid] for uuid in gpus if uuid in self.position]

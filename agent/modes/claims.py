@@ -15,14 +15,21 @@ class ClaimRequests:
     modes: tuple[Mode, ...] = ()  # in which a GPU can be a device
     # The mode that claims on a GPU are of, by UUID. One without is anybody's.
     wanted: Cell[Mapping[str, Mode]] = field(default_factory=lambda: Cell(MappingProxyType({})))
+    # Those of them that no claim is on any more, whose mode is kept for the next one.
+    idle: Cell[frozenset[str]] = field(default_factory=lambda: Cell(frozenset()))
     # GPUs that stand as devices in slices, or did when that was seen last: claims may be allocated on them.
     listed: Cell[frozenset[str]] = field(default_factory=lambda: Cell(frozenset()))
 
     def chosen(self, targets: Mapping[str, GpuMode]) -> Mapping[str, GpuMode]:
-        """The targets, with devices of DRA in the modes of their claims."""
-        wanted = self.wanted.value
+        """The targets, with devices of DRA in the modes of their claims.
+
+        A GPU that takes no claims now is not kept in a mode for the next one.
+        """
+        wanted, idle = self.wanted.value, self.idle.value
         return {
-            uuid: replace(target, mode=wanted[uuid]) if target.dra and uuid in wanted else target
+            uuid: replace(target, mode=wanted[uuid])
+            if target.dra and uuid in wanted and (target.claimable or uuid not in idle)
+            else target
             for uuid, target in targets.items()
         }
 

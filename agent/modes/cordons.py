@@ -17,6 +17,7 @@ from agent.modes.withheld import closed
 
 ANNOTATION: Final = "gpu-node-agent.io/cordon"
 LONGEST_REASON: Final = 200
+CORDONED: Final = "cordoned"
 UUID_PREFIX: Final = "GPU-"
 
 
@@ -34,7 +35,7 @@ class Cordon:
     @property
     def words(self) -> str:
         since = f" since {self.since}" if self.since else ""
-        return f"cordoned{since}" + (f": {self.reason}" if self.reason else "")
+        return f"{CORDONED}{since}" + (f": {self.reason}" if self.reason else "")
 
 
 Cordons = Mapping[str, Cordon]  # by UUID

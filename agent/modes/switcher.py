@@ -170,7 +170,8 @@ class ModeSwitcher:
         if plan.obeys and desired != self.accepted.value:
             self.accepted.publish(desired)
         targets = withheld.without(plan.targets, self._withheld())
-        plan = Plan(cordoned(targets, self._gpus, self._cordons.value), plan.problem, plan.obeys)
+        targets = self._claims.chosen(cordoned(targets, self._gpus, self._cordons.value))
+        plan = Plan(targets, plan.problem, plan.obeys)
         waiting, missing = busy, ""
         await self._aim(plan.targets)
         if any(self._states[uuid].stage in LEAVING for uuid in plan.targets):
@@ -183,8 +184,8 @@ class ModeSwitcher:
         return self._report(desired, plan, waiting, missing)
 
     def _decided(self, desired: Desired) -> Plan:
-        plan = decide(self._inventory.value, desired, self.accepted.value, self._wings, self._lacks.value)
-        return Plan(self._claims.chosen(plan.targets), plan.problem, plan.obeys)
+        snapshot, standing = self._inventory.value, self.accepted.value
+        return decide(snapshot, desired, standing, self._wings, self._lacks.value)
 
     def _withheld(self) -> withheld.Withheld:
         """GPUs that are to be off because of others on them, as last known; logged as they come and go."""

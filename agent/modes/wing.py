@@ -38,13 +38,8 @@ class SetUpFailed(Exception):
     """A mode could not be set up on a GPU; the text names cause and remedy."""
 
 
-def claimed_gpu(injector: Injector, uuid: str) -> str:
-    """The CDI device of a GPU for a claim's containers. Raises SetUpFailed."""
-    if name := injector.claim_device(uuid):
-        return name
-    raise SetUpFailed(
-        f"GPU {uuid} has no CDI device, by which alone claims bring GPUs: {injector.choice.reason}"
-    )
+class NotYet(SetUpFailed):
+    """The same, and it may come right by itself."""
 
 
 class NotLeft(Exception):
@@ -153,6 +148,10 @@ class Wing(ABC):
 
     async def give_back(self, gpu: Gpu) -> None:  # noqa: B027
         """Leave a GPU as `prepare` found it; never fails, never hangs."""
+
+    def unclaimable(self) -> str:
+        """Why no GPU of this node can be a device of the mode for claims, in words; empty: they can."""
+        return ""
 
     def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:  # noqa: ARG002
         """Qualified names of the CDI devices by which containers get a claim's device. Raises SetUpFailed.

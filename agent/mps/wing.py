@@ -19,7 +19,7 @@ from agent.model.holding import Holder
 from agent.model.look import Look
 from agent.model.modes import Mode
 from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
-from agent.modes.wing import Document, Machine, Node, NotLeft, SetUpFailed, Task, Wing, claimed_gpu
+from agent.modes.wing import Document, Machine, Node, NotLeft, NotYet, SetUpFailed, Task, Wing
 from agent.mps import leaving, plugin
 from agent.mps.binary import finder_of
 from agent.mps.clients import ClientWatch, Overview
@@ -148,18 +148,24 @@ class MpsWing(Wing):
     async def give_back(self, gpu: Gpu) -> None:
         await self._manager.tear_down(gpu)
 
+    def unclaimable(self) -> str:
+        injector, simulated = self._node.injector, self._node.settings.simulator.profile
+        if (problem := injector.caps_problem) and not simulated:
+            return f"caps of MPS shares reach containers of claims by CDI alone: {problem}"
+        return injector.claim_problem
+
     def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:
         """The GPU, its daemon's sockets, and the caps: a claim's containers get them by CDI or not at all."""
-        injector, uuid = self._node.injector, share.gpu
-        if (problem := injector.caps_problem) and not self._node.settings.simulator.profile:
-            raise SetUpFailed(f"caps of MPS shares reach containers of claims by CDI alone: {problem}")
-        if why := self._manager.unready(uuid):
-            raise SetUpFailed(f"GPU {uuid} serves no MPS shares now: {why}")
+        uuid = share.gpu
+        if why := self.unclaimable() or self._manager.unready(uuid):
+            raise NotYet(f"GPU {uuid} serves no MPS shares now: {why}")
         if check := self._root_check:
+            if not holders:
+                raise SetUpFailed("whose claim it is is not known, and mps.rootPods refuses root")
             for holder in holders:
                 if cause := check.named(*holder):
                     raise SetUpFailed(f"{holder} may run as root ({cause}), which mps.rootPods refuses")
-        return (claimed_gpu(injector, uuid), *claimed(share))
+        return (self._node.injector.claim_device(uuid), *claimed(share))
 
     def depends_on(self) -> object:
         """The version of the control program."""

@@ -171,7 +171,11 @@ class DriverUpgrade:
         """Whether a GPU that no pod holds has not left its mode yet."""
         state = self._switch.value
         return state == STARTING or any(
-            gpu.active.mode is not Mode.OFF and not gpu.waiting_for for gpu in state.gpus
+            # A device of DRA stays one: its claims choose its mode, or nobody.
+            gpu.active.mode is not gpu.wanted.mode
+            if gpu.active.dra and gpu.wanted.dra
+            else gpu.active.mode is not Mode.OFF and not gpu.waiting_for
+            for gpu in state.gpus
         )
 
     def _back_in_service(self) -> None:

@@ -130,6 +130,8 @@ def _row(gpu: Document, wide: bool) -> tuple[str, ...]:
 def _mode(gpu: Document) -> str:
     mode = gpu["mode"]
     active = str(mode["active"])
+    if mode.get("door") == "dra":
+        active = active if active == "dra" else f"dra: {active}"
     if gpu.get("cordon"):
         return f"{active} (cordoned)"
     if mode["wanted"] != mode["active"]:

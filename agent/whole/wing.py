@@ -8,7 +8,7 @@ from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.claim_device import ClaimedShare
 from agent.model.holding import Holder
 from agent.model.modes import Mode
-from agent.modes.wing import Node, Wing, claimed_gpu
+from agent.modes.wing import Node, NotYet, Wing
 from agent.whole.plugin import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 
 
@@ -46,5 +46,10 @@ class WholeWing(Wing):
         """`nvidia.com/gpu`, and where slices are renamed a resource of their own for them."""
         return self._plugins
 
+    def unclaimable(self) -> str:
+        return self._injector.claim_problem
+
     def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:  # noqa: ARG002
-        return (claimed_gpu(self._injector, share.gpu),)
+        if why := self.unclaimable():
+            raise NotYet(why)
+        return (self._injector.claim_device(share.gpu),)

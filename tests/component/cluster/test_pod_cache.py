@@ -23,6 +23,7 @@ from tests.component.cluster.server import (
     watch,
 )
 from tests.component.kubelet_room.parts import eventually
+from tests.pace import scaled
 
 PODS = "/api/v1/namespaces/ns/pods"
 POD = f"{PODS}/a"
@@ -75,7 +76,10 @@ async def test_a_miss_is_one_get() -> None:
         objects("404 page not found", code=404),
     ],
 )
-async def test_a_404_that_is_not_the_api_servers_word_on_the_pod_ends_nobody(answer: Answer) -> None:
+async def test_a_404_that_is_not_the_api_servers_word_on_the_pod_ends_nobody(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pods_module, "MISS_SECONDS", scaled(1.0))
     async with pod_cache() as (fake, cache):
         fake.script(POD, answer)
         with pytest.raises(ApiRefused, match="404"):
@@ -116,11 +120,12 @@ async def test_a_copy_that_ends_may_have_a_namesake(old: Any) -> None:
 
 async def test_a_get_in_an_admission_has_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pods_module.MISS_SECONDS == 1.0
-    monkeypatch.setattr(pods_module, "MISS_SECONDS", 0.1)
     async with pod_cache() as (fake, cache):
         fake.script(POD, silence)
+        monkeypatch.setattr(pods_module, "MISS_SECONDS", 0.1)
         with pytest.raises(ApiError, match=r"in time|within 0\.1 s"):
             await cache.get("ns", "a")
+        monkeypatch.setattr(pods_module, "MISS_SECONDS", scaled(1.0))
         fake.scripts[POD] = [objects({"metadata": {"name": 7}})]
         with pytest.raises(ApiError, match="pod ns/a cannot be understood"):
             await cache.get("ns", "a")

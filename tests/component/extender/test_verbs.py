@@ -1,6 +1,7 @@
 """The extender over real HTTP: both node forms, the binding, and what may be wrong with a request."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -9,7 +10,7 @@ import pytest
 from agent.extender.explain import explain
 from agent.extender.handlers import LAG_SECONDS, MOST_LOOKS
 from agent.model.demand import VGPU
-from agent.model.modes import Mode
+from agent.model.modes import UNCLAIMED, Mode
 from agent.model.node_inventory import GpuEntry
 from tests.component.extender.api import ClusterApi, gpus
 from tests.component.extender.replicas import leader
@@ -291,6 +292,24 @@ async def test_dra_nodes_pass() -> None:
         assert api.bindings[-1]["metadata"]["annotations"] == {}
         # Shares are served by no other door: a node without them is refused.
         assert (await scheduler.filter(api.pod("share", 60, 10), ["dra"]))["NodeNames"] == []
+
+
+async def test_nodes_of_the_second_door_pass() -> None:
+    api = ClusterApi()
+    devices = [replace(each, mode=UNCLAIMED) for each in gpus(2)]
+    none: dict[str, Any] = {"nvidia.com/gpu": 0}
+    api.node("claims", *devices, **none)  # a plugin of no units stands beside it
+    api.node("mixed", devices[0], gpus(2)[1], **none)
+    async with api.serving(), leader(api) as scheduler:
+        pod = api.pod("pod", 1, 1)
+        pod["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "2"}
+        answer = await scheduler.filter(pod, ["claims", "mixed"])
+        assert answer["NodeNames"] == ["claims"]
+        async with api.client() as client:
+            lines = await explain(client, "ns", "pod")
+        assert "  1 x its GPUs are devices of DRA, judged by kube-scheduler (claims)" in lines
+        assert await scheduler.bind(pod, "claims") == ""
+        assert (await scheduler.filter(api.pod("share", 60, 10), ["claims"]))["NodeNames"] == []
 
 
 async def test_the_kubelets_records_win_over_what_a_tenant_wrote() -> None:

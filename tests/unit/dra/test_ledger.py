@@ -1,5 +1,6 @@
 """Which claims have devices: waits for those of before, and the kubelet's record."""
 
+from collections.abc import Mapping
 from time import monotonic
 
 import anyio
@@ -11,6 +12,7 @@ from agent.model.claim_device import ClaimedShare, device_name
 from agent.model.holding import Holding, Source
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.resource_claim import AskedDevice, HeldClaim
+from agent.modes.claims import ClaimRequests
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 
@@ -26,9 +28,9 @@ def claim(name: str, cores: int = 0, memory: int = 1, gpus: tuple[str, ...] = (G
     return HeldClaim(f"u-{name}", "ns", name, tuple(devices))
 
 
-def ledger(keep: float = 0.0) -> tuple[ClaimLedger, Cell[dict[str, Mode]]]:
-    wanted: Cell[dict[str, Mode]] = Cell({})
-    return ClaimLedger(wanted, lambda _: (139, 48), lambda: keep), wanted  # type: ignore[arg-type]
+def ledger(keep: float = 0.0) -> tuple[ClaimLedger, Cell[Mapping[str, Mode]]]:
+    requests = ClaimRequests()
+    return ClaimLedger(requests, lambda _: (139, 48), keep), requests.wanted
 
 
 async def taken(book: ClaimLedger, *claims: HeldClaim) -> None:

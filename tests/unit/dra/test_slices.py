@@ -15,11 +15,11 @@ from agent.dra.slices import (
     differences,
     gpus_of,
     missing_gates,
-    nvlink_groups,
     writes,
 )
 from agent.model.claim_device import DRIVER, device_name, parse_device, share_of
 from agent.model.gpu import Driver, Gpu
+from agent.model.metadata import Metadata
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.topology import Topology
 
@@ -45,7 +45,9 @@ def published(wanted: dict[str, Document], generation: int = 1) -> dict[str, Pub
         for device in spec.get("devices", ()):
             for taint in device.get("taints", ()):
                 taint["timeAdded"] = "2026-11-24T00:00:00Z"
-        found[write.name] = Published(write.name, f"uid-{number}", str(number), spec)
+        found[write.name] = Published(
+            Metadata(name=write.name, uid=f"uid-{number}", resource_version=str(number)), spec
+        )
     return found
 
 
@@ -161,7 +163,7 @@ def test_groups_of_nvlinks() -> None:
         (gpus[0].uuid, gpus[1].uuid): 20,
     }
     topology = Topology.of([each.uuid for each in gpus], pairs)
-    assert nvlink_groups(topology, gpus) == {gpus[at].uuid: 0 for at in (0, 2, 3)}
+    assert topology.nvlink_groups() == {gpus[at].uuid: 0 for at in (0, 2, 3)}
 
 
 def test_a_long_node_name_makes_names_that_fit() -> None:

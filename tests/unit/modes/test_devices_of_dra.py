@@ -157,6 +157,10 @@ def test_claims_choose_nothing_where_plugins_offer() -> None:
     requests.wanted.publish({GPU: SHARES, "GPU-2": SHARES})
     targets = requests.chosen({GPU: FREE, "GPU-2": GpuMode(WHOLE_GPUS), "GPU-3": FREE})
     assert targets == {GPU: SHARED, "GPU-2": GpuMode(WHOLE_GPUS), "GPU-3": FREE}
+    closed = replace(FREE, offering=Offering.CLOSED, reason="cordoned")
+    assert requests.chosen({GPU: closed})[GPU].mode is SHARES
+    requests.idle.publish(frozenset({GPU}))  # its daemon is kept for the next claim, and none comes now
+    assert requests.chosen({GPU: closed})[GPU].mode is UNCLAIMED
     assert requests.holds(GPU, leaving=False)
     requests.listed.publish(frozenset({"GPU-3"}))
     assert [requests.holds("GPU-3", leaving=each) for each in (False, True)] == [False, True]

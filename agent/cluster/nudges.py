@@ -4,7 +4,7 @@ It does so after any failure, its own ones too: the API server may not know yet 
 its node (403), or no driver was there. A change of the pod, as of an annotation, sets it going at once.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import anyio
 import msgspec
@@ -12,10 +12,11 @@ import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.pods import PodCache
+from agent.kit.cell import Cell
 from agent.kit.timestamps import now
 from agent.model.claim_device import DRIVER
 from agent.model.pod import Pod
-from agent.model.resource_claim import GROUP, ResourceClaim
+from agent.model.resource_claim import GROUP, HeldClaim, ResourceClaim
 
 log = structlog.get_logger()
 
@@ -29,11 +30,18 @@ MOST_AT_ONCE = 20
 class PodNudges:
     """Looks for pods whose claims of ours nobody prepares."""
 
-    def __init__(self, api: KubeApi, pods: PodCache, asked: Callable[[], Collection[str]]) -> None:
-        """`asked`: UIDs of pods for which prepare was called."""
+    def __init__(
+        self,
+        api: KubeApi,
+        pods: PodCache,
+        asked: Collection[str],
+        held: Cell[Mapping[str, HeldClaim]],
+    ) -> None:
+        """`asked`: UIDs of pods for which prepare was called. `held`: claims that are prepared."""
         self._api = api
         self._pods = pods
         self._asked = asked
+        self._held = held
         self._due: dict[str, tuple[float, float]] = {}  # by UID: when, and the pause behind it
         self.nudges = 0
         self.problem = ""
@@ -63,9 +71,10 @@ class PodNudges:
                     log.warning("pod_not_nudged", pod="/".join(waiting[uid].key), problem=self.problem)
 
     def _waiting(self) -> Iterator[Pod]:
-        asked = self._asked()
+        held = {each.key for each in self._held.value.values()}
         for pod in self._pods.pods().values():
-            if pod.pending and pod.uid not in asked and not pod.container_names and pod.claimed_devices():
+            waits = pod.pending and pod.uid not in self._asked and not pod.container_names
+            if waits and {(pod.namespace, name) for _, name, _ in pod.claimed_devices()} - held:
                 yield pod
 
     async def _ours(self, pod: Pod) -> bool:
