@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from tests.cluster.rig import Cluster
-from tests.cluster.waiting import RigError
+from tests.cluster.waiting import NotYet, RigError, eventually
 
 
 @contextmanager
@@ -35,6 +35,24 @@ def running(
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(10)
+
+
+def install_kinds(cluster: Cluster, *paths: Path) -> None:
+    """Apply CustomResourceDefinitions, and wait until their kinds are served."""
+    names = [cluster.apply(each)["metadata"]["name"] for each in documents(*paths)]
+
+    def served() -> None:
+        for name in names:
+            found = cluster.get("CustomResourceDefinition", name, api_version="apiextensions.k8s.io/v1")
+            conditions = found.get("status", {}).get("conditions") or []
+            if {"Established": "True"} not in [{each["type"]: each["status"]} for each in conditions]:
+                raise NotYet(name)
+            (group, version) = found["spec"]["group"], found["status"]["storedVersions"][0]
+            kinds = cluster.api.get(f"/apis/{group}/{version}")["resources"]
+            if found["spec"]["names"]["kind"] not in {each["kind"] for each in kinds}:
+                raise NotYet(f"{name} is not listed")
+
+    eventually(served, timeout=60, what="the kinds are served", interval=0.3)
 
 
 def documents(*paths: Path) -> Iterator[dict[str, Any]]:

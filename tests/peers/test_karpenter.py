@@ -22,7 +22,7 @@ from tests.cluster.build.peers import KARPENTER, KWOK, BuiltPeer, Peer
 from tests.cluster.made_up import GPUS
 from tests.cluster.rig import Cluster, free_ports
 from tests.cluster.waiting import NotYet, eventually
-from tests.peers.program import documents, running
+from tests.peers.program import install_kinds, running
 
 PAGE, HEADING = Path("docs/extender.md"), "Karpenter"
 MODE = {"nvidia-device-enable": "vgpu"}
@@ -51,8 +51,7 @@ def scaled(
     with ExitStack() as stack:
         cluster = stack.enter_context(extender_process.directed(parts, port, queries_per_second=200))
         stack.enter_context(extender_process.serving(cluster, port, folder / "extender.log"))
-        for each in documents(karpenter.manifests):
-            cluster.apply(each)
+        install_kinds(cluster, karpenter.manifests)
         selector = "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake"
         argv = [str(kwok.program), f"--kubeconfig={cluster.kubeconfig}", selector]
         argv += [f"--config={kwok.manifests / 'kustomize/stage' / name}.yaml" for name in STAGES]

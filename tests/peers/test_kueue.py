@@ -22,7 +22,7 @@ from tests.cluster.extender_process import Replica
 from tests.cluster.pki import Authority
 from tests.cluster.rig import Cluster, free_ports
 from tests.cluster.waiting import NotYet, eventually
-from tests.peers.program import documents, running
+from tests.peers.program import documents, install_kinds, running
 
 PAGE, HEADING = Path("docs/extender.md"), "Kueue"
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -57,8 +57,7 @@ def kueue(
     # The other team's, as the page says.
     both = [text, text.replace("team-a", "team-b")]
     objects = [each for one in both for each in yaml.safe_load_all(one)]
-    for each in documents(made.manifests / "config/components/crd/bases"):
-        directed.apply(each)
+    install_kinds(directed, made.manifests / "config/components/crd/bases")
     with started(directed, made.program, yaml.safe_load(configuration), tmp_path) as webhook:
         for each in webhooks(directed, documents(made.manifests / "config/components/webhook"), webhook):
             directed.apply(each)
@@ -154,10 +153,17 @@ def wait_bound(cluster: Cluster, expected: dict[str, dict[str, int]]) -> None:
     eventually(as_expected, timeout=90, what=str(expected), interval=0.5)
 
 
-def used(cluster: Cluster, queue: str) -> dict[str, int]:
-    """The quota that a ClusterQueue counts as used."""
-    (flavor,) = cluster.get("ClusterQueue", queue, api_version=API)["status"]["flavorsUsage"]
-    return {each["name"]: int(each.get("total", 0)) for each in flavor["resources"]}
+def wait_used(cluster: Cluster, queue: str, cores: int) -> None:
+    """Wait until a ClusterQueue counts so much of its quota as used, with as much memory."""
+    mebibytes = cores * arrivals.BLOCKS // CORES * (VGPU.block_bytes >> 20)
+
+    def as_expected() -> None:
+        (flavor,) = cluster.get("ClusterQueue", queue, api_version=API)["status"]["flavorsUsage"]
+        found = {each["name"]: int(each.get("total", 0)) for each in flavor["resources"]}
+        if found != {CORE_QUOTA: cores, MEMORY_QUOTA: mebibytes}:
+            raise NotYet(str(found))
+
+    eventually(as_expected, timeout=30, what=f"{cores} cores of {queue} are used", interval=0.3)
 
 
 @pytest.mark.timeout(400, func_only=True)
@@ -167,8 +173,7 @@ def test_kueue_shares_a_node_between_teams(directed: Cluster, kueue: list[dict[s
     # A gang of six halves is more than the team's own two GPUs: it borrows the third.
     job(directed, a, "wide", 6)
     wait_bound(directed, {a: {"wide": 6}, b: {}})
-    mebibytes = 6 * (arrivals.BLOCKS * HALF // CORES) * (VGPU.block_bytes >> 20)
-    assert used(directed, a) == {CORE_QUOTA: 6 * HALF, MEMORY_QUOTA: mebibytes}
+    wait_used(directed, a, 6 * HALF)
     # The other team's gang of four needs all that is its own: the borrower is preempted, whole.
     job(directed, b, "own", 4)
     wait_bound(directed, {a: {}, b: {"own": 4}})
@@ -178,8 +183,8 @@ def test_kueue_shares_a_node_between_teams(directed: Cluster, kueue: list[dict[s
     job(directed, a, "three", 3)
     gated_pod(directed, a)
     wait_bound(directed, {a: {"pair": 2}, b: {"own": 4}})
-    total = [used(directed, team)[CORE_QUOTA] for team in (a, b)]
-    assert sum(total) == 300
+    wait_used(directed, a, 2 * HALF)
+    wait_used(directed, b, 4 * HALF)
     # What ends makes room for the gang that waited longest.
     path = f"/apis/batch/v1/namespaces/{b}/jobs/own"
     options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
