@@ -1,4 +1,4 @@
-"""Pods with instances of GPUs in MIG mode: those of this agent are taken over, those of another plugin left."""
+"""Pods with instances of GPUs in MIG mode: this agent's are taken over, those of another plugin left."""
 
 import pytest
 
