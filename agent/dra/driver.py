@@ -5,6 +5,7 @@ right by itself is waited for: the API server, a container of before, the daemon
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -141,6 +142,11 @@ class ClaimPreparer:
         known = self._ledger.held.value.get(name.uid)
         if known is not None and name.uid not in self._ledger.unanswered:
             held[name.uid] = known
+            # For whose pods it is, which a wing may have to know; its devices stay as they were answered.
+            with suppress(ClaimRefused):
+                claim = await self._claim(name, min(deadline, anyio.current_time() + CALL_SECONDS))
+                if claim.metadata.uid == name.uid:
+                    read[name.uid] = claim
             return
         try:
             claim = read[name.uid] = await self._claim(name, deadline)

@@ -20,8 +20,8 @@ from agent.model.modes import SHARES
 from agent.model.resource_claim import AskedDevice, HeldClaim
 from agent.modes.claims import ClaimRequests
 
-# After an answer the kubelet writes its record down within milliseconds; a claim that it does not have by
-# then it has never taken in, and will not give back.
+# The kubelet writes a claim down before it asks for it, and its devices when the pod's other drivers have
+# answered, too. A claim that is not in its record so long after an answer it will not give back.
 RECORDED_SECONDS = 10.0
 
 
@@ -45,17 +45,24 @@ class ClaimLedger:
         self.held: Cell[Mapping[str, HeldClaim]] = Cell(MappingProxyType({}))
 
     def read(self, recorded: Mapping[str, HeldClaim], began: float) -> None:
-        """Take in the kubelet's record, whose reading began at that time of the monotonic clock."""
+        """Take in the kubelet's record, whose reading began at that time of the monotonic clock.
+
+        A claim without devices there is being prepared: it keeps those that it was answered.
+        """
         never = -math.inf
+        pending = {uid for uid, each in recorded.items() if not each.devices}
         fresh = {
             uid: claim
             for uid, claim in self.held.value.items()
-            if uid in self._asking or self._answered.get(uid, never) > began - RECORDED_SECONDS
+            if uid in self._asking
+            or uid in pending
+            or self._answered.get(uid, never) > began - RECORDED_SECONDS
         }
         # What was unprepared while it was read, or just before, is not taken back.
         since = began - RECORDED_SECONDS
         gone = {uid for uid in recorded if uid not in fresh and self._answered.get(uid, never) > since}
-        self._put({**{uid: each for uid, each in recorded.items() if uid not in gone}, **fresh})
+        ready = {uid: each for uid, each in recorded.items() if uid not in gone | pending}
+        self._put({**ready, **fresh})
         self._answered = {uid: at for uid, at in self._answered.items() if at > began - RECORDED_SECONDS}
 
     def adopt(self, holdings: Iterable[Holding]) -> None:

@@ -1,4 +1,4 @@
-"""The kubelet's own record of claims on its node: those that it has prepared, or is about to unprepare.
+"""The kubelet's own record of claims on its node: from before it has them prepared until they are unprepared.
 
 It outlives pods that were deleted by force, of which PodResources says nothing any more while their
 containers still run. Layout: kubelet 1.36 and 1.37, `pkg/kubelet/cm/dra/state`.
@@ -46,9 +46,9 @@ class _File(msgspec.Struct):
 
 
 def read(root: Path) -> dict[str, HeldClaim] | None:
-    """Claims that have devices of ours ready, by UID; None where there is no file. Blocks.
+    """Claims with devices of ours, by UID; None where there is no file. Blocks. Raises ClaimsUnreadable.
 
-    A claim that is being prepared stands there without devices. Raises ClaimsUnreadable.
+    One without devices is being prepared: they are written down once all drivers of the pod have answered.
     """
     file = root / FILE_NAME
     try:
@@ -60,12 +60,13 @@ def read(root: Path) -> dict[str, HeldClaim] | None:
         raise ClaimsUnreadable(f"the kubelet's record of claims {file} is not readable: {error}") from error
     found = {}
     for claim in claims:
-        ours = (claim.drivers or {}).get(DRIVER, _Driver()).devices or ()
+        ours = (claim.drivers or {}).get(DRIVER)
+        if ours is None:
+            continue
         devices = [
             AskedDevice(next(iter(each.requests or ()), ""), each.pool, each.device, share)
-            for each in ours
+            for each in ours.devices or ()
             if (share := share_of(each.device, each.cdi or (), claim.name, each.share_id or ""))
         ]
-        if devices:
-            found[claim.uid] = HeldClaim(claim.uid, claim.namespace, claim.name, tuple(devices))
+        found[claim.uid] = HeldClaim(claim.uid, claim.namespace, claim.name, tuple(devices))
     return found

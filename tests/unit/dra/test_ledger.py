@@ -1,6 +1,7 @@
 """Which claims have devices: waits for those of before, and the kubelet's record."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from time import monotonic
 
 import anyio
@@ -195,3 +196,21 @@ async def test_one_that_was_adopted_is_freed_by_its_name() -> None:
     book.adopt([Holding("ns", "p", "main", "x", (), Source.CLAIM, one.devices[0].share)])
     over(book, one)
     assert wanted.value == {}
+
+
+async def test_a_claim_keeps_its_devices_while_other_drivers_of_its_pod_prepare() -> None:
+    """They may take longer than a record that lacks a claim is waited for; an unprepared one stays away."""
+    book, wanted = ledger()
+    one = claim("one", 30)
+    pending = replace(one, devices=())
+    await taken(book, one)
+    for seconds in (RECORDED_SECONDS + 1, 45, 300):
+        book.read({one.uid: pending}, monotonic() + seconds)
+        assert book.held.value == {one.uid: one}
+        assert wanted.value == {GPU: SHARES}
+    over(book, one)
+    book.read({one.uid: pending}, monotonic() + 301)
+    assert not book.held.value
+    await taken(book, one)
+    book.read({}, monotonic() + RECORDED_SECONDS + 1)
+    assert not wanted.value

@@ -1,0 +1,99 @@
+"""Preparing claims: those that had devices before the agent, or the node, started."""
+
+from collections.abc import Collection, Mapping, Sequence
+from time import monotonic
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from agent.cluster.api import ApiRefused, KubeApi
+from agent.dra.claims import asked
+from agent.dra.driver import ClaimPreparer, ClaimReports
+from agent.dra.ledger import ClaimLedger
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.claim_service import ClaimName
+from agent.model.holding import Holder
+from agent.model.modes import SHARES, Assignment, GpuMode
+from agent.model.pod import Pod
+from agent.modes.claims import ClaimRequests
+from agent.modes.switch_state import STARTING
+from agent.pairing.pod_access import PodSource
+from tests.unit.dra.test_claims import GPU, GPUS, POOL, claim, result
+
+NAME = ClaimName("ns", "u-1", "c")
+
+
+class Pods(PodSource):
+    """Pod `p` uses the claim in its container `main`."""
+
+    def pods_on_node(self) -> Collection[Pod]:
+        document = {
+            "metadata": {"name": "p", "namespace": "ns", "uid": "p-1"},
+            "spec": {
+                "nodeName": "n1",
+                "containers": [{"name": "main", "resources": {"claims": [{"name": "gpu"}]}}],
+                "resourceClaims": [{"name": "gpu"}],
+            },
+            "status": {"resourceClaimStatuses": [{"name": "gpu", "resourceClaimName": "c"}]},
+        }
+        return [msgspec.json.decode(msgspec.json.encode(document), type=Pod)]
+
+
+class Api:
+    """The API server; `uid` is the claim's, empty: there is none."""
+
+    def __init__(self, uid: str) -> None:
+        self.uid = uid
+
+    async def get(self, path: str, deadline: float) -> bytes:
+        assert path.endswith("/namespaces/ns/resourceclaims/c")
+        if not self.uid:
+            raise ApiRefused(404, "not found")
+        metadata = {"name": "c", "namespace": "ns", "uid": self.uid}
+        reserved = [{"resource": "pods", "name": "p", "uid": "p-1"}]
+        return msgspec.json.encode({"metadata": metadata, "status": {"reservedFor": reserved}})
+
+
+class AskedWing:
+    """Remembers for whom devices are asked."""
+
+    def __init__(self) -> None:
+        self.holders: list[Holder] = []
+
+    def claimed(self, share: Any, holders: Sequence[Holder]) -> Sequence[str]:
+        self.holders += holders
+        return ("x/y=z",)
+
+
+def preparer(api: Api, wing: AskedWing) -> tuple[ClaimPreparer, ClaimLedger]:
+    """One whose GPU serves shares to claims."""
+    ledger = ClaimLedger(ClaimRequests(), lambda _: (139, 48))
+    wings: Mapping[Any, Any] = {SHARES: wing}
+    made = ClaimPreparer(
+        "n1",
+        cast("KubeApi", api),
+        Pods(),
+        wings,
+        Cell(Snapshot()),
+        Cell(Assignment({GPU: GpuMode(SHARES, dra=True)})),
+        Cell(STARTING),
+        ledger,
+        ClaimReports(),
+    )
+    return made, ledger
+
+
+@pytest.mark.parametrize(("uid", "known"), [("u-1", True), ("u-2", False), ("", False)])
+async def test_for_whom_a_claim_of_before_is_gets_known_again(uid: str, known: bool) -> None:
+    """After a reboot the kubelet prepares again; whose claim it is may decide (`mps.rootPods: refuse`).
+
+    A namesake says nothing of it, and one that cannot be read keeps its devices all the same.
+    """
+    wing = AskedWing()
+    driver, ledger = preparer(Api(uid), wing)
+    ledger.read({NAME.uid: asked(claim(result()), NAME.uid, POOL, GPUS)}, monotonic())
+    answers = await driver.prepare([NAME])
+    assert not isinstance(answers[NAME.uid], str)
+    assert wing.holders == ([Holder("ns", "p", "main")] if known else [])
