@@ -28,7 +28,8 @@ class Served(Plugin):
 
 async def test_a_plugin_whose_name_another_one_has_is_passed_over_and_told_once() -> None:
     """Instances by the name of whole GPUs, while pods of before hold whole ones."""
-    whole, single = Plugin(), Plugin()
+    whole: Any = Plugin()
+    single: Any = Plugin()
     plugins: Any = {Mode.PGPU: lambda: [whole], Mode.MIG: lambda: [single]}
     endpoint_of: Any = Served
     async with anyio.create_task_group() as group:
