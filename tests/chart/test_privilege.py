@@ -127,7 +127,7 @@ def test_host_folders_are_read_only_where_nothing_is_written() -> None:
 
 
 def test_volumes_of_pods_are_not_kept_mounted() -> None:
-    """A mount that pods' volumes lie below follows the host's, else they stay busy where they are detached."""
+    """A mount that pods' volumes lie below follows the host's, else they stay busy when detached."""
     leaves = {"device-plugins", "plugins_registry", "pod-resources"}
     pod = agent("mps.enabled=true", "dra.enabled=true", 'driver.source="host"')
     mounts = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
