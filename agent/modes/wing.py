@@ -163,7 +163,7 @@ class Wing(ABC):
         """Qualified names of the CDI devices by which containers get a claim's device. Raises SetUpFailed.
 
         `holders`: the containers, as far as they are known. `owned`: the claim is one pod's alone; of
-        others that use it later nobody is told.
+        others that use it later nobody asks.
         """
         raise SetUpFailed(f"mode {self.mode.value} has no devices for claims")
 

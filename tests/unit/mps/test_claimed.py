@@ -18,7 +18,7 @@ class NoRoot(RootCheck):
 
 
 async def test_a_claim_that_other_pods_may_use_later_is_refused_where_no_pod_may_be_root() -> None:
-    """The kubelet asks once for a claim: of the second pod nobody would be told."""
+    """The kubelet asks once for a claim: for the second pod nobody is asked."""
     scene = Scene("mps.rootPods=refuse", "simulator.profile=dgx-h200")
     scene.seen(NEW)
     scene.wing._root_check = NoRoot(None)
