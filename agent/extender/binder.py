@@ -18,7 +18,7 @@ from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim
 from agent.extender.gang_record import GangRecord
 from agent.extender.gangs import Gangs
-from agent.extender.objects import WatchedPod, as_model, decode_pod, owner_of
+from agent.extender.objects import WatchedPod, as_model, decode_pod, names_gpus, owner_of
 from agent.extender.pod_demand import PodDemand, annotations_of, pod_demand
 from agent.extender.scheduler_protocol import BindingArgs
 from agent.extender.times import BIND_SECONDS
@@ -29,6 +29,7 @@ from agent.model.placement import HINT_NODE, HINT_TIME, PlacementPolicy, policy_
 log = structlog.get_logger()
 
 CONFLICT = 409
+NOT_LEADER = "this extender is not the leader any more; try again"
 # For the binding of a replica, whose call comes a few milliseconds after it was ranked. Where it waits for
 # volumes or the rest of a group this is in vain: a few times in a row, and once a second in the long run.
 SIBLING_SECONDS = 0.2
@@ -114,13 +115,16 @@ class Binder:
     async def bind(self, binding: BindingArgs) -> None:
         """Raises NotBound."""
         request = await self._read(binding)
+        if request.demand.nothing:
+            await self._bind_without_gpus(binding)
+            return
         # From here to `assume` nothing waits: no other binding can take the same units.
         claim = self._claim(binding, request)
         annotations = annotations_of(request.demand, claim.chosen) if claim.chosen else {}
         if annotations:
             annotations |= {HINT_TIME: str(time.time_ns()), HINT_NODE: binding.node}
         if not self._holds():
-            raise NotBound("this extender is not the leader any more; try again")
+            raise NotBound(NOT_LEADER)
         self._fleet.assume(binding.pod_uid, binding.node, claim, anyio.current_time() + self._seconds)
         self._chosen.publish(None)
         # Until the answer is here it may have been done: also when the caller hangs up meanwhile.
@@ -144,6 +148,15 @@ class Binder:
             node=binding.node,
             gpu=";".join(",".join(map(str, one)) for one in claim.chosen or ()),
         )
+
+    async def _bind_without_gpus(self, binding: BindingArgs) -> None:
+        if not self._holds():
+            raise NotBound(NOT_LEADER)
+        try:
+            await self._write(binding, {})
+        except ApiError as error:
+            raise NotBound(str(error)) from error
+        log.info("pod_bound", pod=binding.pod, node=binding.node, gpu="")
 
     def _claim(self, binding: BindingArgs, request: PodRequest) -> PodClaim:
         uid = binding.pod_uid
@@ -182,8 +195,9 @@ class Binder:
             request = self.request(pod)
         except Impossible as error:
             raise NotBound(str(error)) from error
-        if request.demand.nothing:
-            raise NotBound("the pod asks for no GPU: kube-scheduler binds it by itself; see managedResources")
+        # One that asks for 0 of a managed resource is bound by nobody else.
+        if request.demand.nothing and not names_gpus(pod):
+            raise NotBound("the pod asks for no GPU, and names no resource of ours: see managedResources")
         return request
 
     async def _write(self, binding: BindingArgs, annotations: dict[str, str]) -> None:

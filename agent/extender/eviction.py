@@ -14,7 +14,6 @@ from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim, free_capacity
 from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import RESOURCES, PodDemand
-from agent.model.node_inventory import NodeInventory
 
 VICTIMS_AT_ONCE = 16  # that are judged before others run, each by a look at its node: a few milliseconds
 
@@ -94,24 +93,22 @@ async def victims_needed(
     return found
 
 
-def would_have_to_go(
-    fleet: Fleet, name: str, inventory: NodeInventory, demand: PodDemand
-) -> list[PodClaim] | None:
+def would_have_to_go(fleet: Fleet, name: str, demand: PodDemand) -> list[PodClaim] | None:
     """Bound pods without which the demand fits, few and small; None: not even on the empty node."""
     claims = fleet.claims(name)
     by_size = sorted(claims, key=lambda uid: _size(claims[uid]))
-    if not _fits_without(inventory, claims, claims, demand):
+    if not _fits_without(fleet, name, claims, demand):
         return None
     for uid in by_size:
-        if _fits_without(inventory, claims, {uid}, demand):
+        if _fits_without(fleet, name, {uid}, demand):
             return [claims[uid]]
     going: list[str] = []
     for uid in by_size:
         going.append(uid)
-        if _fits_without(inventory, claims, going, demand):
+        if _fits_without(fleet, name, going, demand):
             break
     # What went on the way without need may stay, large ones first.
-    return [claims[uid] for uid in _reprieved(inventory, claims, going[::-1], demand)]
+    return [claims[uid] for uid in _reprieved(fleet, name, going[::-1], demand)]
 
 
 def _still_needed(
@@ -122,38 +119,35 @@ def _still_needed(
     `give_back`: keep those that can be, the first ones before the others. A victim without GPUs has to go for
     another reason, which is not known here, and one that repels pods perhaps because it repels this one.
     """
-    inventory = fleet.inventory(name)
-    if inventory is None:
-        return None if fleet.verdict_by_totals(name, demand, without=victims) else victims
-    claims = fleet.claims(name)
-    if not _fits_without(inventory, claims, victims, demand):
+    if not _fits_without(fleet, name, victims, demand):
         return None
-    if not give_back:
+    if not give_back or fleet.by_totals(name, demand):  # by totals kube-scheduler has looked itself
         return victims
     repelling = {uid for uid in victims if (pod := fleet.bound.get(uid)) and pod.repels}
-    return _reprieved(inventory, claims, victims, demand, repelling)
+    return _reprieved(fleet, name, victims, demand, repelling)
 
 
 def _reprieved(
-    inventory: NodeInventory,
-    claims: Mapping[str, PodClaim],
+    fleet: Fleet,
+    name: str,
     victims: Sequence[str],
     demand: PodDemand,
     needed: Collection[str] = (),
 ) -> list[str]:
     """Victims that must go, in their order; those in `needed` whether their GPUs help or not."""
-    going = list(victims)
+    claims, going = fleet.claims(name), list(victims)
     for uid in victims:
         fewer = [one for one in going if one != uid]
-        if uid in claims and uid not in needed and _fits_without(inventory, claims, fewer, demand):
+        if uid in claims and uid not in needed and _fits_without(fleet, name, fewer, demand):
             going = fewer
     return going
 
 
-def _fits_without(
-    inventory: NodeInventory, claims: Mapping[str, PodClaim], going: Collection[str], demand: PodDemand
-) -> bool:
-    staying = (claim for uid, claim in claims.items() if uid not in going)
+def _fits_without(fleet: Fleet, name: str, going: Collection[str], demand: PodDemand) -> bool:
+    inventory = fleet.inventory(name)
+    if inventory is None or fleet.by_totals(name, demand):
+        return not fleet.verdict_by_totals(name, demand, without=going)
+    staying = (claim for uid, claim in fleet.claims(name).items() if uid not in going)
     return not refusal(free_capacity(inventory, staying), demand, inventory, SearchWork())
 
 

@@ -149,7 +149,7 @@ def _verdict(name: str, demand: PodDemand, fleet: Fleet) -> str:
 def _what_would_help(demand: PodDemand, fleet: Fleet) -> list[str]:
     options: list[tuple[int, int, str, list[PodClaim]]] = []
     for name, node in fleet.nodes.items():
-        if node.inventory and (going := would_have_to_go(fleet, name, node.inventory, demand)):
+        if node.inventory and (going := would_have_to_go(fleet, name, demand)):
             size = sum(slot.demand.cores for one in going for slot in one.demand.slots)
             options.append((len(going), size, name, going))
     if not options:

@@ -186,6 +186,18 @@ class Fleet:
         node = self._nodes.get(name)
         return node.inventory if node else None
 
+    def by_totals(self, name: str, demand: PodDemand) -> bool:
+        """Whether a node's allocatable units alone say whether a demand fits.
+
+        MIG instances are of one size where a GPU's own name offers them (`mig.strategy: single`), and the
+        inventory counts none.
+        """
+        inventory = self.inventory(name)
+        if inventory is None or inventory.by_claims:
+            return True
+        whole = bool(demand.gpus) and not demand.slots
+        return whole and any(gpu.mode.row.partitioned for gpu in inventory.gpus)
+
     def verdict_by_totals(self, name: str, demand: PodDemand, without: Collection[str] = ()) -> str:
         """Why a demand does not fit by allocatable units alone; empty: it fits. `without`: pods left out."""
         node = self._nodes.get(name)
@@ -199,7 +211,8 @@ class Fleet:
             used = sum(dict(claim.demand.totals).get(resource, 0) for claim in claims)
             free = max(0, node.totals.get(resource, 0) - used)
             if count > free:
-                return f"{free} of {count} {resource} free by totals (no inventory)"
+                why = "" if node.inventory else " (no inventory)"
+                return f"{free} of {count} {resource} free by totals{why}"
         return ""
 
     def of_other_doors(self, name: str, demand: PodDemand) -> tuple[str, ...]:
@@ -242,7 +255,7 @@ class Fleet:
         `work` counts what it takes. `alike` keeps what was found for nodes that are alike, for one demand.
         """
         inventory = self.inventory(name)
-        if inventory is None or inventory.by_claims:
+        if inventory is None or self.by_totals(name, demand):
             return self.verdict_by_totals(name, demand)
         if demand.gpus and (reason := self._other_name(name, demand)):
             return reason
@@ -261,7 +274,7 @@ class Fleet:
         `owner`: away from its replicas, as far as there is room.
         """
         inventory = self.inventory(name)
-        if inventory is None or inventory.by_claims:
+        if inventory is None or self.by_totals(name, demand):
             return None if self.verdict_by_totals(name, demand) else Picked((), (math.inf,))
         if demand.gpus and self._other_name(name, demand):
             return None

@@ -84,9 +84,10 @@ class Gangs:
             return
         self._shown[uid] = member
         former = self._former.pop(uid, None)
-        if former and (former.chosen is None or len(former.chosen) == len(member.demand.slots)):
+        fits = former and (former.chosen is None or len(former.chosen) == len(member.demand.slots))
+        if former and fits and self._fleet.where(uid) is None:  # it may be bound by now
             self._taken_over.add(uid)
-            self.keep(uid, member.gang, former.node, PodClaim(member.demand, chosen=former.chosen))
+            self._keep(uid, member.gang, former.node, PodClaim(member.demand, chosen=former.chosen))
         self._news.publish(None)
 
     def hide(self, uid: str, *, ended: bool) -> None:
@@ -121,6 +122,10 @@ class Gangs:
         if self._shown.get(uid) != Member(gang, claim.demand):
             return
         self._tidy()
+        self._keep(uid, gang, node, claim)
+
+    def _keep(self, uid: str, gang: str, node: str, claim: PodClaim) -> None:
+        """Without a look at all that is kept: a new leader takes thousands over at once."""
         now = self._clock()
         until = now + (REFUSED_SECONDS if self._refused.get(gang, now) > now else self._seconds)
         self._kept.add(uid)

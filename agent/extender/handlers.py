@@ -129,7 +129,7 @@ class Verbs:
             wanted = serving.binder.request(asked.pod)
         except Impossible:
             return scheduler_protocol.prioritized(asked.names, [0] * len(asked.names)), "impossible"
-        if wanted.owner:
+        if wanted.owner and not wanted.demand.nothing:  # else no binding of a replica is ever known
             await serving.binder.siblings_known(wanted.owner, asked.pod.metadata.uid)
         scores = await serving.verdicts.rank(wanted.demand, wanted.policy, asked.names, wanted.owner)
         return scheduler_protocol.prioritized(asked.names, scores), "ok"

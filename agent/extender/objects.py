@@ -173,6 +173,12 @@ def as_model(pod: WatchedPod) -> Pod:
     return Pod(pod.metadata, pod.spec, PodStatus(phase=pod.status.phase))
 
 
+def names_gpus(pod: WatchedPod) -> bool:
+    """Whether kube-scheduler takes it for one of the extender's pods, as it does one that asks for 0, too."""
+    containers = (*pod.spec.containers, *pod.spec.init_containers)
+    return any(not each.resources.limits.keys().isdisjoint(RESOURCES) for each in containers)
+
+
 # The mode of each unit of a pair, and its place in the pair.
 _MODES = {
     unit: (mode, place)

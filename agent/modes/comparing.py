@@ -46,6 +46,20 @@ def in_use(
     }
 
 
+def handed_out_here(
+    holders: Mapping[str, Sequence[GpuHolder]], had: Collection[Mode]
+) -> Mapping[str, Sequence[GpuHolder]]:
+    """Without holders of instances, where this agent never had their mode.
+
+    Instances have the same names and IDs by NVIDIA's plugin, whose resources the kubelet would take from it.
+    """
+    return {
+        uuid: ours
+        for uuid, held in holders.items()
+        if (ours := [each for each in held if not each.mode.row.partitioned or each.mode in had])
+    }
+
+
 def taken_over(held: Sequence[GpuHolder], wanted: GpuMode) -> GpuMode:
     """The mode that a GPU must be in, since pods got units of it that way before this process began."""
     mode, sliced = held[0].mode, held[0].replica

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import anyio
+import structlog
 from anyio.abc import TaskGroup
 
 from agent.kit.follow import follow
@@ -10,6 +11,8 @@ from agent.kit.supervise import Supervisor
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.plugin_types import ResourcePlugin
 from agent.model.modes import Assignment, Mode
+
+log = structlog.get_logger()
 
 
 class ResourceSet:
@@ -38,6 +41,7 @@ class ResourceSet:
         self._group = group
         self._enabled: set[Mode] = set()
         self._pending: set[Mode] = set()
+        self._passed_over: set[tuple[str, Mode]] = set()
         self._grown = anyio.Event()
         self._before_first = before_first
         self.endpoints = endpoints  # grows as modes are first used
@@ -66,20 +70,31 @@ class ResourceSet:
 
     def look(self) -> None:
         """Let resources of the modes in use appear that are new."""
-        known = {endpoint.plugin.resource for endpoint in self.endpoints}
+        known = {endpoint.plugin.resource: endpoint.plugin for endpoint in self.endpoints}
         new: list[Endpoint] = []
         for mode in self._enabled:
             for plugin in self._plugins[mode]() if mode in self._plugins else ():
-                if plugin.resource not in known:
+                served = known.get(plugin.resource)
+                if served is None:
+                    known[plugin.resource] = plugin
                     new.append(self._endpoint_of(plugin))
                     self._group.start_soon(
                         self._supervisor.restarting, f"plugin {plugin.resource}", plugin.run
                     )
+                elif served is not plugin:
+                    self._pass_over(plugin, mode)
         if new:
             self.endpoints += new
             self._group.start_soon(self._appear, new)
             grown, self._grown = self._grown, anyio.Event()
             grown.set()
+
+    def _pass_over(self, plugin: ResourcePlugin, mode: Mode) -> None:
+        """Tell it once: a resource is one plugin's, and the kubelet takes the later one for both."""
+        if (plugin.resource, mode) not in self._passed_over:
+            self._passed_over.add((plugin.resource, mode))
+            reason = "another mode has this resource: end the pods that hold it there, then restart the agent"
+            log.warning("resource_not_offered", resource=plugin.resource, mode=mode.value, reason=reason)
 
     async def _appear(self, endpoints: Sequence[Endpoint]) -> None:
         if self._before_first:

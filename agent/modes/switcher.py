@@ -30,6 +30,7 @@ from agent.model.modes import OFF, UNCLAIMED, WHOLE_GPUS, Assignment, GpuMode, M
 from agent.modes import transition, withheld
 from agent.modes.claims import ClaimRequests
 from agent.modes.comparing import (
+    handed_out_here,
     in_use,
     log_changes,
     named,
@@ -161,7 +162,7 @@ class ModeSwitcher:
         refusing = plan.obeys and self.when_busy == "refuse" and desired != self.accepted.value
         busy = NOBODY
         if new or refusing:
-            holders = await self._holders()
+            holders = await self._holders(plan)
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
             self._take_over(new, holders, plan.targets)
@@ -175,7 +176,7 @@ class ModeSwitcher:
         waiting, missing = busy, ""
         await self._aim(plan.targets)
         if any(self._states[uuid].stage in LEAVING for uuid in plan.targets):
-            holders = await self._holders()
+            holders = await self._holders(plan)
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
             waiting = self._look(plan.targets, holders) or busy
@@ -209,13 +210,17 @@ class ModeSwitcher:
         text = f"{'no GPU is wanted' if ready else 'waiting for the GPUs'}: {problem}"
         self._show(Phase.APPLIED if ready else Phase.SWITCHING, desired, text, {}, applied=ready)
 
-    async def _holders(self) -> Holders | None:
+    async def _holders(self, plan: Plan) -> Holders | None:
         """Who holds what, by a reading of this moment; None: the kubelet does not say."""
         pods = await self._holdings.refresh()
         if pods is None:
             return None
         self._kubelet_retry.reset()
-        return pods.by_gpu
+        standing = self.accepted.value
+        had = {entry.mode for entry in standing.entries} if standing else set[Mode]()
+        had |= {target.mode for target in plan.targets.values()}
+        had |= {state.mode for state in self._states.values()}
+        return handed_out_here(pods.by_gpu, had)
 
     def _kubelet_is_away(self, desired: Desired, plan: Plan) -> float:
         self._show(

@@ -39,6 +39,8 @@ def free_series(
 ) -> Iterator[Series]:
     held = by_gpu(shares)
     for mode in OFFERED_MODES:
+        if mode.row.partitioned:  # nobody says what part of its GPU an instance is
+            continue
         there = [
             (state, assignment.of(state.uuid))
             for state in snapshot.gpus
@@ -64,7 +66,11 @@ def _counted(
 ) -> Iterator[Series]:
     """Whole GPUs and time slices: none is of no use."""
     parts = [
-        max(0.0, 1.0 - sum(1.0 if each.held is None else each.held for each in held.get(state.uuid, ())))
+        # Rounded: six sixths are less than one.
+        round(
+            max(0.0, 1.0 - sum(1.0 if each.held is None else each.held for each in held.get(state.uuid, ()))),
+            9,
+        )
         for state, _ in offered
     ]
     whole = [part for part, (_, now) in zip(parts, offered, strict=True) if part == 1 and now.replicas == 1]

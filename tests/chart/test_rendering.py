@@ -1,6 +1,7 @@
 """Every values file: helm's own checks, Kubernetes' schemas, and the agent's reading of its configuration."""
 
 import json
+import re
 from pathlib import Path
 
 import kubernetes_validate
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from agent import settings
+from agent.model.modes import OFFERED_MODES
 from agent.settings import Settings
 from tests.chart import helm, schema
 from tests.chart.helm import Manifest
@@ -140,6 +142,22 @@ def test_agents_go_everywhere_where_the_affinity_is_taken_away() -> None:
     pod = helm.one(plain, "DaemonSet")["spec"]["template"]["spec"]
     assert "affinity" not in pod
     assert pod["nodeSelector"] == {"accelerator": "nvidia"}
+
+
+@pytest.mark.parametrize("part", ["capacity", "allocatable"])
+def test_the_agent_may_write_every_resource_that_it_may_offer(part: str) -> None:
+    """All figures go in one patch: the API server refuses them together."""
+    policy = helm.one(helm.template(), "ValidatingAdmissionPolicy", "-own-node")["spec"]
+    lists = {each["name"]: each["expression"] for each in policy["variables"]}
+    names = {name for mode in OFFERED_MODES for name in mode.resources}
+    assert set(re.findall("'([^']+)'", lists["ourResources"])) == names
+    (rule,) = [
+        each["expression"] for each in policy["validations"] if f"status.?{part}" in each["expression"]
+    ]
+    prefixes = [mode.row.prefix for mode in OFFERED_MODES if mode.row.prefix]
+    ours = "".join(f" || k.startsWith('{prefix}')" for prefix in prefixes)
+    # What is there after the write, and what was there before it.
+    assert rule.count(f".all(k, k in variables.ourResources{ours} || ") == 2
 
 
 def test_old_kubernetes_gets_no_policies() -> None:

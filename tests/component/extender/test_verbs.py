@@ -7,6 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
+from agent.extender.binder import MOST_IN_VAIN
 from agent.extender.explain import explain
 from agent.extender.handlers import LAG_SECONDS, MOST_LOOKS
 from agent.model.demand import VGPU
@@ -235,6 +236,29 @@ async def test_pods_without_gpus_are_not_bound() -> None:
         assert api.bindings == []
         assert scheduler.extender.fleet is not None
         assert scheduler.extender.fleet.waiting == 0
+
+
+@pytest.mark.parametrize("answer", [0, 404])
+async def test_a_pod_that_asks_for_zero_gpus_is_bound_and_keeps_nobody_waiting(answer: int) -> None:
+    """kube-scheduler leaves it to the extender, as its container names a managed resource."""
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "web", "uid": "rs", "controller": True}
+    pods = [api.pod(name, 0, 0, ownerReferences=[owner]) for name in ("one", "two")]
+    for pod in pods:
+        pod["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "0"}
+    async with api.serving(), leader(api) as scheduler:
+        serving = scheduler.extender.serving
+        assert serving is not None
+        for pod in pods:
+            assert (await scheduler.filter(pod, ["a"]))["NodeNames"] == ["a"]
+            body = {"Pod": pod, "Nodes": None, "NodeNames": ["a"]}
+            assert (await scheduler.post("priorities", body))[0] == 200
+        assert serving.binder._patience == MOST_IN_VAIN
+        api.refuse = answer
+        assert (await scheduler.bind(pods[0], "a") == "") == (not answer)
+        assert [each["metadata"]["annotations"] for each in api.bindings] == [{}] * (not answer)
+        assert serving.verdicts.fleet.waiting == 0
 
 
 async def test_a_request_that_nothing_can_grant_is_told_as_such() -> None:

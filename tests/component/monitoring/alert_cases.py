@@ -106,12 +106,16 @@ def _idle() -> Case:
     return Case(inputs, {350: [], 365: one({"node": "n", "namespace": "a", "pod": "idle"}, value="2")})
 
 
-def not_asked(room: str, asked: str, errors: str = "") -> Sequence[Document]:
+def not_asked(room: str, asked: str, errors: str = "", scheduled: str = "") -> Sequence[Document]:
     """Pod p waits for 80 cores of `room`; the extender is well, and was asked so often.
 
-    `errors`: attempts of kube-scheduler that ended so; empty: it is not scraped.
+    `errors`, `scheduled`: attempts of kube-scheduler that ended so; both empty: it is not scraped.
     """
-    attempts = [series("scheduler_schedule_attempts_total", errors, result="error", profile="default")]
+    attempts = [
+        series("scheduler_schedule_attempts_total", values, result=result, profile="default")
+        for result, values in (("error", errors), ("scheduled", scheduled))
+        if values
+    ]
     pod = {"namespace": "a", "pod": "p"}
     return [
         series("kube_pod_container_resource_requests", "80x90", **pod, container="c", resource=CORE),
@@ -120,7 +124,7 @@ def not_asked(room: str, asked: str, errors: str = "") -> Sequence[Document]:
         series("kube_node_status_allocatable", room, node="n", resource=CORE),
         series("gpu_agent_extender_ready", "1x90"),
         series("gpu_agent_extender_requests_total", asked, verb="filter", result="ok"),
-        *(attempts if errors else ()),
+        *attempts,
     ]
 
 

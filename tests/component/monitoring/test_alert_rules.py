@@ -88,16 +88,21 @@ def test_the_names_of_the_groups_are_what_the_tests_order_them_by() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "asked", "errors"),
-    [("79x90", "100x90", ""), ("800x90", "0+1x90", ""), ("800x90", "100x90", "7x90")],
-    ids=["no room", "it is asked", "no node suits for other reasons"],
+    ("room", "asked", "errors", "scheduled"),
+    [
+        ("79x90", "100x90", "", ""),
+        ("800x90", "0+1x90", "", ""),
+        ("800x90", "100x90", "7x90", ""),
+        ("800x90", "100x90", "", "7x90"),
+    ],
+    ids=["no room", "it is asked", "no node suits for other reasons", "never an error"],
 )
 def test_pods_that_wait_for_room_or_are_asked_about_are_no_fault_of_the_way_to_the_extender(
-    tmp_path: Path, room: str, asked: str, errors: str
+    tmp_path: Path, room: str, asked: str, errors: str, scheduled: str
 ) -> None:
     alert = "GPUExtenderNotAsked"
     tests = [fires(minute, alert) for minute in (15, 30, 59)]
-    inputs = list(not_asked(room, asked, errors))
+    inputs = list(not_asked(room, asked, errors, scheduled))
     check(tmp_path, {"input_series": inputs, "alert_rule_test": tests}, needed(alert))
 
 

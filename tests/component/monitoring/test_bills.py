@@ -81,6 +81,8 @@ def offered() -> int:
         ("Job", "train-17", "Job"),
         ("PyTorchJob", "llama-2026-11-24", "PyTorchJob"),
         ("Node", "gpu-1", "Node"),
+        ("Invented4711", "anything", "Other"),
+        ("NotAJob", "anything", "Other"),
         ("<none>", "<none>", "Pod"),
         ("", "", "Pod"),
     ],

@@ -256,6 +256,21 @@ def test_a_choice_that_is_made_again_elsewhere_counts_once() -> None:
     assert made.verdict("b", asks((60, 10))) != ""
 
 
+def test_a_node_that_offers_mig_instances_as_whole_gpus_is_judged_by_totals() -> None:
+    made = Fleet()
+    made.set_node(LedgerNode("n", gpus(2, Mode.MIG), {WHOLE_GPU: 14}))
+    assert made.verdict("n", asks(gpus=14)) == ""
+    found = made.pick("n", asks(gpus=1), PlacementPolicy.BINPACK)
+    assert found is not None
+    assert found.chosen == ()
+    bound(made, "a", asks(gpus=13), None)
+    assert made.verdict("n", asks(gpus=2)) == "1 of 2 nvidia.com/gpu free by totals"
+    assert made.pick("n", asks(gpus=2), PlacementPolicy.BINPACK) is None
+    # A share is on no instance, nor beside one.
+    assert made.verdict("n", asks((10, 10))) == "no GPU offered as vGPU"
+    assert made.verdict("n", asks((10, 10), gpus=1)) != ""
+
+
 def test_time_slices_by_another_name_are_for_those_who_ask_for_it() -> None:
     made = Fleet()
     made.set_node(LedgerNode("n", gpus(1, Mode.PGPU, replicas=2), {"nvidia.com/gpu.shared": 2}))

@@ -7,8 +7,9 @@ import pytest
 
 from agent.cluster.api import KubeApi
 from agent.cluster.event_recorder import EventRecorder
-from agent.extender.fleet import Fleet, LedgerNode
+from agent.extender.fleet import Assumed, BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
+from agent.extender.gang_record import KeptChoice
 from agent.extender.gangs import LEFT_SECONDS, REFUSED_SECONDS, Gangs, Member
 from agent.extender.pending_pods import PendingPods, read_pending
 from agent.extender.pod_demand import PodDemand, pod_demand
@@ -183,3 +184,31 @@ async def test_a_pod_that_goes_while_its_gpus_are_looked_for_keeps_none(gone: bo
         pending.pods.removed("u", None)
     pending.gangs.keep("u", "ns/gang", "n", PodClaim(HALF, chosen=((0,),), name="ns/u"))
     assert pending.fleet.waiting == (0 if gone else 1)
+
+
+def test_a_member_that_is_bound_by_now_is_not_taken_over() -> None:
+    """The watch of bound pods was first: what the former leader kept is no choice of ours."""
+    cluster = Cluster()
+    claim = PodClaim(HALF, chosen=((1,),), name="ns/u")
+    cluster.gangs.take_over({"u": KeptChoice("n", ((0,),))})
+    cluster.fleet.set_pod(BoundPod("u", "n", claim))
+    cluster.gangs.show("u", Member("ns/gang", HALF))
+    assert cluster.gangs.node("u") is None
+    assert cluster.fleet.claims("n") == {"u": claim}
+
+
+def test_taking_over_takes_time_in_proportion() -> None:
+    class Counting(Fleet):
+        looks = 0
+
+        def assumed(self, uid: str) -> Assumed | None:
+            self.looks += 1
+            return super().assumed(uid)
+
+    members, fleet = [f"u{number}" for number in range(200)], Counting()
+    gangs = Gangs(fleet, 60.0, lambda: 0.0)
+    gangs.take_over(dict.fromkeys(members, KeptChoice("n", None)))
+    for uid in members:
+        gangs.show(uid, Member("ns/gang", HALF))
+    assert fleet.waiting == len(members)
+    assert fleet.looks <= len(members)

@@ -2,11 +2,12 @@
 
 import anyio
 import anyio.lowlevel
+import pytest
 
-from agent.extender.eviction import victims_needed
+from agent.extender.eviction import victims_needed, would_have_to_go
 from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
-from agent.extender.pod_demand import PodDemand, pod_demand
+from agent.extender.pod_demand import WHOLE_GPU, PodDemand, pod_demand
 from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
@@ -42,3 +43,18 @@ async def test_others_run_between_nodes_with_many_victims() -> None:
         group.cancel_scope.cancel()
     assert {node: len(needed) for node, needed in found.items()} == dict.fromkeys(victims, PER_GPU)
     assert turns >= NODES - 2
+
+
+@pytest.mark.parametrize("give_back", [True, False])
+async def test_on_mig_instances_that_are_whole_gpus_victims_count_by_totals(give_back: bool) -> None:
+    def whole(count: int) -> PodDemand:
+        return pod_demand(a_pod("ns", "p", (Container("main", {WHOLE_GPU: count}),)))
+
+    fleet = Fleet()
+    fleet.set_node(LedgerNode("n", NodeInventory((GpuEntry("GPU-0", 0, Mode.MIG, 81920),)), {WHOLE_GPU: 7}))
+    for uid, count in (("a", 4), ("b", 3)):
+        fleet.set_pod(BoundPod(uid, "n", PodClaim(whole(count), name=uid)))
+    assert await victims_needed(fleet, whole(4), {"n": ["a"]}, give_back=give_back) == {"n": ["a"]}
+    assert await victims_needed(fleet, whole(4), {"n": ["b"]}, give_back=give_back) == {}
+    assert would_have_to_go(fleet, "n", whole(8)) is None
+    assert [one.name for one in would_have_to_go(fleet, "n", whole(4)) or ()] == ["a"]

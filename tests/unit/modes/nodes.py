@@ -41,6 +41,7 @@ class Kubelet:
         self.cell: Cell[Record | None] = Cell(Record((), ()))
         self.problem: str | None = None
         self.reads = 0
+        self.parents: dict[str, str] = {}  # instance -> its GPU
 
     async def refresh(self) -> Record | None:
         self.reads += 1
@@ -51,13 +52,13 @@ class Kubelet:
         """A pod's only container gets device IDs."""
         known = self.cell.value or Record((), ())
         holding = Holding("default", pod, "main", resource, ids)
-        self.cell.publish(Record((*known.holdings, holding), known.containers))
+        self.cell.publish(Record((*known.holdings, holding), known.containers, parents=self.parents))
 
     def end(self, pod: str) -> None:
         """A pod is gone."""
         known = self.cell.value or Record((), ())
         left = tuple(each for each in known.holdings if each.pod != pod)
-        self.cell.publish(Record(left, known.containers))
+        self.cell.publish(Record(left, known.containers, parents=self.parents))
 
 
 @dataclass

@@ -98,6 +98,17 @@ def test_time_slices_and_whole_gpus() -> None:
     assert found({1: modes[1]}, taken)["pgpu"] == (0, 0.75, 0.25, 0)
 
 
+@pytest.mark.parametrize("slices", range(1, 101))
+def test_a_gpu_whose_slices_are_all_held_has_none_free(slices: int) -> None:
+    modes = {0: GpuMode(Mode.PGPU, replicas=slices)}
+    by_pod = [Holding("a", f"p{n}", "main", "any", (f"{UUIDS[0]}::r{n}",)) for n in range(slices)]
+    assert found(modes, by_pod)["pgpu"] == (0, 0.0, 0.0, 0)
+
+
+def test_nothing_is_said_of_gpus_that_are_partitioned() -> None:
+    assert found({0: GpuMode(Mode.MIG)}, []) == {}
+
+
 def test_a_claim_that_containers_share_is_held_once() -> None:
     def claimed(container: str, mode: Mode, cores: int = 0, memory: int = 0) -> Holding:
         share = ClaimedShare(UUIDS[0], mode, cores, memory, claim="team-gpu")
