@@ -107,7 +107,8 @@ class ClaimPreparer:
         async with anyio.create_task_group() as group:
             for name in claims:
                 if name.uid in held and name.uid not in answers:
-                    group.start_soon(self._made_ready, held[name.uid], pods, deadline, answers)
+                    owned = name.uid in read and read[name.uid].owned
+                    group.start_soon(self._made_ready, held[name.uid], pods, owned, deadline, answers)
         for name in claims:
             answer = answers[name.uid]
             outcome = "refused" if isinstance(answer, str) else "prepared"
@@ -223,7 +224,7 @@ class ClaimPreparer:
                         answers[each.uid] = str(error)
 
     async def _made_ready(
-        self, claim: HeldClaim, pods: Sequence[Pod], deadline: float, answers: Answers
+        self, claim: HeldClaim, pods: Sequence[Pod], owned: bool, deadline: float, answers: Answers
     ) -> None:
         entered = done = False
         why = ""
@@ -240,7 +241,7 @@ class ClaimPreparer:
                     await self._switched(claim, uuid, known=known)
                 while not done:
                     try:
-                        answers[claim.uid] = self._answer(claim, pods)
+                        answers[claim.uid] = self._answer(claim, pods, owned=owned)
                         done = True
                     except NotYet as error:  # a daemon that has just ended is started again
                         why = str(error)
@@ -302,7 +303,7 @@ class ClaimPreparer:
                 found.append(f"GPU {uuid} has not come into its mode")
         return "; ".join(found)
 
-    def _answer(self, claim: HeldClaim, pods: Sequence[Pod]) -> list[PreparedShare]:
+    def _answer(self, claim: HeldClaim, pods: Sequence[Pod], *, owned: bool) -> list[PreparedShare]:
         """Raises SetUpFailed."""
         containers: dict[str, list[Holder]] = {}
         for pod in pods:
@@ -316,7 +317,11 @@ class ClaimPreparer:
                 each.pool,
                 each.device,
                 each.share.share_id,
-                tuple(self._wings[each.share.mode].claimed(each.share, containers.get(each.device, ()))),
+                tuple(
+                    self._wings[each.share.mode].claimed(
+                        each.share, containers.get(each.device, ()), owned=owned
+                    )
+                ),
             )
             for each in claim.devices
         ]

@@ -67,6 +67,12 @@ class ResourceClaim(msgspec.Struct, frozen=True):
     status: ClaimStatus = ClaimStatus()
 
     @property
+    def owned(self) -> bool:
+        """Whether it was made for one pod, as from a template, and no other uses it now."""
+        users = {each.uid for each in self.status.reserved_for}
+        return any(each.kind == "Pod" and users <= {each.uid} for each in self.metadata.owner_references)
+
+    @property
     def told(self) -> bool:
         """Whether its status says something of a device of ours."""
         return any(each.driver == DRIVER for each in self.status.devices)

@@ -153,10 +153,17 @@ class Wing(ABC):
         """Why no GPU of this node can be a device of the mode for claims, in words; empty: they can."""
         return ""
 
-    def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:  # noqa: ARG002
+    def claimed(
+        self,
+        share: ClaimedShare,  # noqa: ARG002
+        holders: Sequence[Holder],  # noqa: ARG002
+        *,
+        owned: bool,  # noqa: ARG002
+    ) -> Sequence[str]:
         """Qualified names of the CDI devices by which containers get a claim's device. Raises SetUpFailed.
 
-        `holders`: the containers, as far as they are known.
+        `holders`: the containers, as far as they are known. `owned`: the claim is one pod's alone; of
+        others that use it later nobody asks.
         """
         raise SetUpFailed(f"mode {self.mode.value} has no devices for claims")
 

@@ -154,7 +154,7 @@ class MpsWing(Wing):
             return f"caps of MPS shares reach containers of claims by CDI alone: {problem}"
         return injector.claim_problem
 
-    def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:
+    def claimed(self, share: ClaimedShare, holders: Sequence[Holder], *, owned: bool) -> Sequence[str]:
         """The GPU, its daemon's sockets, and the caps: a claim's containers get them by CDI or not at all."""
         uuid = share.gpu
         if why := self.unclaimable() or self._manager.unready(uuid):
@@ -162,6 +162,11 @@ class MpsWing(Wing):
         if check := self._root_check:
             if not holders:
                 raise SetUpFailed("whose claim it is is not known, and mps.rootPods refuses root")
+            if not owned:
+                raise SetUpFailed(
+                    "claim is not one pod's alone: mps.rootPods could not look at pods that use it later; "
+                    "let each pod have its own, by a ResourceClaimTemplate"
+                )
             for holder in holders:
                 if cause := check.named(*holder):
                     raise SetUpFailed(f"{holder} may run as root ({cause}), which mps.rootPods refuses")

@@ -49,7 +49,13 @@ class WholeWing(Wing):
     def unclaimable(self) -> str:
         return self._injector.claim_problem
 
-    def claimed(self, share: ClaimedShare, holders: Sequence[Holder]) -> Sequence[str]:  # noqa: ARG002
+    def claimed(
+        self,
+        share: ClaimedShare,
+        holders: Sequence[Holder],  # noqa: ARG002
+        *,
+        owned: bool,  # noqa: ARG002
+    ) -> Sequence[str]:
         if why := self.unclaimable():
             raise NotYet(why)
         return (self._injector.claim_device(share.gpu),)

@@ -126,6 +126,21 @@ def test_host_folders_are_read_only_where_nothing_is_written() -> None:
     assert set(shares) - set(mounts) == {"driver"}
 
 
+def test_volumes_of_pods_are_not_kept_mounted() -> None:
+    """A mount that pods' volumes lie below follows the host's, else they stay busy when detached."""
+    leaves = {"device-plugins", "plugins_registry", "pod-resources"}
+    pod = agent("mps.enabled=true", "dra.enabled=true", 'driver.source="host"')
+    mounts = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
+    above = set()
+    for each in pod["volumes"]:
+        path = Path(each["hostPath"]["path"]) if "hostPath" in each else Path("/nowhere")
+        kubelet = Path("/var/lib/kubelet")
+        if path in (kubelet, *kubelet.parents) or (kubelet in path.parents and path.name not in leaves):
+            above.add(each["name"])
+            assert mounts[each["name"]].get("mountPropagation") == "HostToContainer", path
+    assert "kubelet" in above
+
+
 def test_every_host_folder_has_its_reason_written_down() -> None:
     """Path by path, and whether it can be written: by default, and with MPS and claims."""
     told = {row[0].split("`")[1]: row[1] for row in rows("## Host folders") if row[2]}

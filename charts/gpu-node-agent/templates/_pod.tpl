@@ -87,6 +87,8 @@ seccompProfile:
 # Only where the agent is privileged anyway: the kubelet's record of claims is replaced as a file, and lies there.
 - name: kubelet
   mountPath: {{ include "gna.kubeletRoot" . }}
+  # Volumes of pods are mounts below it: what the kubelet unmounts must go here, too, or it stays in use.
+  mountPropagation: HostToContainer
   readOnly: true
 {{- end }}
 - name: state

@@ -44,15 +44,18 @@ class Pods(PodSource):
 class Api:
     """The API server; `uid` is the claim's, empty: there is none."""
 
-    def __init__(self, uid: str) -> None:
+    def __init__(self, uid: str, owner: str = "Pod", users: Sequence[str] = ("p",)) -> None:
         self.uid = uid
+        self.owner = owner
+        self.users = users
 
     async def get(self, path: str, deadline: float) -> bytes:
         assert path.endswith("/namespaces/ns/resourceclaims/c")
         if not self.uid:
             raise ApiRefused(404, "not found")
-        metadata = {"name": "c", "namespace": "ns", "uid": self.uid}
-        reserved = [{"resource": "pods", "name": "p", "uid": "p-1"}]
+        owners = [{"apiVersion": "v1", "kind": self.owner, "name": "p", "uid": "p-1"}]
+        metadata = {"name": "c", "namespace": "ns", "uid": self.uid, "ownerReferences": owners}
+        reserved = [{"resource": "pods", "name": each, "uid": f"{each}-1"} for each in self.users]
         return msgspec.json.encode({"metadata": metadata, "status": {"reservedFor": reserved}})
 
 
@@ -61,9 +64,11 @@ class AskedWing:
 
     def __init__(self) -> None:
         self.holders: list[Holder] = []
+        self.owned: list[bool] = []
 
-    def claimed(self, share: Any, holders: Sequence[Holder]) -> Sequence[str]:
+    def claimed(self, share: Any, holders: Sequence[Holder], *, owned: bool) -> Sequence[str]:
         self.holders += holders
+        self.owned.append(owned)
         return ("x/y=z",)
 
 
@@ -97,3 +102,17 @@ async def test_for_whom_a_claim_of_before_is_gets_known_again(uid: str, known: b
     answers = await driver.prepare([NAME])
     assert not isinstance(answers[NAME.uid], str)
     assert wing.holders == ([Holder("ns", "p", "main")] if known else [])
+
+
+@pytest.mark.parametrize(
+    ("owner", "users", "owned"),
+    [("Pod", ["p"], True), ("Job", ["p"], False), ("Pod", ["p", "q"], False), ("Pod", ["q"], False)],
+)
+async def test_wing_knows_whether_a_claim_is_one_pods_alone(
+    owner: str, users: list[str], owned: bool
+) -> None:
+    wing = AskedWing()
+    driver, ledger = preparer(Api("u-1", owner, users), wing)
+    ledger.read({NAME.uid: asked(claim(result()), NAME.uid, POOL, GPUS)}, monotonic())
+    await driver.prepare([NAME])
+    assert wing.owned == [owned]
