@@ -47,7 +47,7 @@ SWITCH = Shares(
     taint=5.0, next_served=20.0, unheld=2.0, all_served=120.0, emptied=0.0, arrived=10.0, patched=5.0
 )
 # An agent that stops does not wait for an API server of which it does not know how long it may take.
-STOP = Shares(taint=0.05, next_served=3.0, unheld=3.0, all_served=3.0, emptied=1.0, arrived=1.0, patched=3.0)
+STOP = Shares(taint=0.05, next_served=3.0, unheld=3.0, all_served=3.0, emptied=2.0, arrived=1.0, patched=3.0)
 STOP_SECONDS = 7.5  # all steps together, and the taint gone
 LEFT_SECONDS = 1.0  # of these for the taint to go, whatever the steps took
 

@@ -17,6 +17,9 @@ __all__ = [
     "test_restarted_kubelet_wipes_slices_and_knows_its_claims",
 ]
 
+LIMIT = 400
+"""Seconds for the body of one test (see conftest.py): the kubelet's own 403 costs up to 90 of them each time."""
+
 
 def test_no_scenario_is_forgotten() -> None:
     assert {scenario.__name__ for scenario in claims.ALL} == set(__all__)

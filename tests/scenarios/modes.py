@@ -260,7 +260,7 @@ async def test_unknown_label_changes_nothing(rig: Rig) -> None:
             told = await node.reach("blocked", word)
             await node.condition("False", "Blocked")
             if word == "vgpuu":
-                assert "use one of pgpu, vgpu, mps, disable, mixed, sliced" in told["message"]
+                assert "use one of pgpu, vgpu, mps, mig, disable, mixed, sliced" in told["message"]
                 assert await rig.allocatable() == GPUS
                 # A restart keeps what was in force, too.
                 await rig.kill_agent()
