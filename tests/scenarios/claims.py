@@ -59,7 +59,7 @@ def using(name: str, claim: str) -> PodSpec:
 
 
 async def running(rig: Rig, pod: PodSpec) -> None:
-    """Wait until it runs: a kubelet that is ahead of its right to the claim tries again after 60 to 90 s."""
+    """Wait until it runs: a kubelet that is ahead of its right to a claim tries again after 60 to 90 s."""
     await rig.wait_phase(pod, Phase.RUNNING, 120)
 
 
