@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 LIMIT = 400
-"""Seconds for the body of one test (see conftest.py): the kubelet's own 403 costs up to 90 of them each time."""
+"""Seconds for the body of one test (see conftest.py): the kubelet's own 403 costs up to 90 of them."""
 
 
 def test_no_scenario_is_forgotten() -> None:
