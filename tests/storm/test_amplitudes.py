@@ -31,6 +31,7 @@ LONGEST = {
 # Constants beyond every act, and why no fault can hide behind them.
 BEYOND = {
     "cluster.event_recorder.KEPT_SECONDS": "how long an event is counted on rather than written anew",
+    "holdings.holdings.REWRITE_LONGEST_SECONDS": "a longest pause between tries, which begin at 30 s",
     "modes.retry.LONGEST_SECONDS": "a longest pause between tries, which begin at 5 s",
     "modes.switcher.IDLE_SECONDS": "a look of an idle switcher, which changes wake at once",
     "mps.probing.REPORT_SECONDS": "how often a meddled setting is reported",
@@ -38,17 +39,20 @@ BEYOND = {
     "telemetry.access.HELD_SECONDS": "how long a reader of metrics is let in; no storm reads them",
     "pairing.cluster_pods.DENIED_LONGEST_SECONDS": "a longest pause between tries, which begin at 30 s",
 }
-# Programs and servers of their own, which no storm runs; `_proto` is generated.
+# Programs and servers of their own, which no storm runs; claims and instances, which none asks for yet.
+# `_proto` is generated.
 NOT_IN_STORMS = frozenset(
     (
         "_proto",
         "check",
         "cleanup",
         "cli",
+        "dra",
         "extender",
         "injection",
         "kit",
         "kubectl",
+        "mig",
         "settings",
         "simulator",
         "status",
