@@ -30,7 +30,7 @@ class ScriptedDriver:
 
     async def prepare(self, claims: Sequence[ClaimName]) -> Mapping[str, Sequence[PreparedShare] | str]:
         share = PreparedShare(("gpu",), "pool", "device", "share-1", ("example.com/gpu=0",))
-        answers = {"good": [share], "bad": "it cannot be"}
+        answers: dict[str, Sequence[PreparedShare] | str] = {"good": [share], "bad": "it cannot be"}
         return {each.uid: answers[each.name] for each in claims}
 
     async def unprepare(self, claims: Sequence[ClaimName]) -> None:
