@@ -98,7 +98,7 @@ def _asked(claim: Document) -> Iterator[tuple[str, Document]]:
 
 
 def explained_claims(get: Get, pod: Document) -> list[str]:
-    """What each claim of a pod asks for, has, and is told by the driver."""
+    """Each claim of a pod: its requests, its devices, and why the driver refused it."""
     lines: list[str] = []
     space = quote(str(pod["metadata"].get("namespace", "default")), safe="")
     for use, name in list(claim_names(pod).items())[:MOST_CLAIMS]:
