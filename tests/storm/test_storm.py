@@ -15,6 +15,7 @@ import pytest
 from tests.storm import figures
 from tests.storm.acts import families, later_families
 from tests.storm.memory import _size
+from tests.storm.mutants import CLAIM_FAULTS
 from tests.storm.plan import SEEDS, planned, read
 from tests.storm.tempo import SPARSE
 from tests.storm.world import Shape
@@ -29,10 +30,6 @@ FIXED = {
     "dense": (63, 12, 5, 3, 70005, 33, 90015, 32, 90001, 37, 7, 2, 53, 38),
 }
 WITH_CLAIMS = "103,206,104,301"
-CLAIM_FAULTS = (
-    "claims,claims meddled with,labels,gpus,nvml,agent killed,agent terminated,agent updated,kubelet,"
-    "api away,api refuses,api slow,api silent,mps daemons"
-)
 STEPS = 6000  # of each that is dense
 LEAST_STEPS, ALL_STEPS = 6000, 100_000
 # Of `make test`, and of `make test-long`, which makes all 10^5 steps but on a slow or busy machine: no storm

@@ -263,7 +263,7 @@ class World:
         if self.api_delay:
             await anyio.sleep(self.api_delay)
         if write:
-            body = await request.json()
+            body = None if request.method == "DELETE" else await request.json()
             self.writes.append((anyio.current_time(), f"{request.method} {request.path}"))
         if self.api_faults:
             status = self.api_faults.pop()
