@@ -196,7 +196,7 @@ class ClaimsNode:
         eventually(look, timeout=scaled(seconds), what=what)
 
     def clear(self, daemons: int = 0) -> None:
-        """Delete all pods of users; return once no claims are left, nor more MPS daemons than plugins have."""
+        """Delete all pods of users; return once no claims are left, nor more MPS daemons than these."""
         for item in self.cluster.find_all("Pod", namespace=None):
             metadata = item["metadata"]
             if metadata["namespace"] != NAMESPACE:
