@@ -18,6 +18,7 @@ import yaml
 
 from agent.model.demand import CORES, MPS
 from agent.model.placement import ASSIGNED, HINT
+from tests.chart import helm
 from tests.cluster import made_up
 from tests.cluster.api import ApiError
 from tests.cluster.build import Parts
@@ -104,8 +105,17 @@ def _extender(cluster: Cluster, log: Path) -> subprocess.Popen[bytes]:
 
 
 def _service(cluster: Cluster, name: str) -> None:
+    """As the chart has it; there is no pod that its selector could find."""
+    settings = tuple(f"extender.{key}=true" for key in ("enabled", "productServices", "config.http.verbs"))
+    (made,) = [
+        each
+        for each in helm.template(settings=settings)
+        if each["kind"] == "Service" and each["metadata"]["name"].endswith(name)
+    ]
     metadata = {"name": name, "namespace": NAMESPACE}
-    ports = [{"name": "http", "port": PORT, "protocol": "TCP"}]
+    ports = [
+        {key: value for key, value in each.items() if key != "targetPort"} for each in made["spec"]["ports"]
+    ]
     cluster.apply({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports}})
     target = {"kind": "Pod", "name": "extender", "namespace": NAMESPACE}
     subsets = [{"addresses": [{"ip": NODE_ADDRESS, "targetRef": target}], "ports": ports}]
