@@ -55,9 +55,9 @@ FACTS: dict[str, tuple[str, ...]] = {
         ),
         (
             f"({PLAIN.requests} and {PLAIN.requests_per_address} of one address, on 9447 "
-            f"{HTTPS_LIMITS.requests} and {HTTPS_LIMITS.requests_per_address}; extender {PLAIN_LIMITS.requests} "
-            f"and {PLAIN_LIMITS.requests_per_address}, on 3457 {TLS_LIMITS.requests} and "
-            f"{TLS_LIMITS.requests_per_address}"
+            f"{HTTPS_LIMITS.requests} and {HTTPS_LIMITS.requests_per_address}; extender "
+            f"{PLAIN_LIMITS.requests} and {PLAIN_LIMITS.requests_per_address}, on 3457 "
+            f"{TLS_LIMITS.requests} and {TLS_LIMITS.requests_per_address}"
         ),
         f"has {HEAD_SECONDS:g} s, its answer {ANSWER_SECONDS:g} s",
         f"every client that reaches port {AGENT.http.port}",
@@ -173,6 +173,6 @@ def test_a_removed_label_keeps_the_agent_until_it_has_cleaned_up() -> None:
     for page in (*(ROOT / "docs").glob("*.md"), CHART / "templates" / "NOTES.txt"):
         assert not re.search(r"take the agent away before", page.read_text()), page.name
     required = VALUES["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    expressions = [term["matchExpressions"] for term in required["nodeSelectorTerms"]]
-    assert {"key": "gpu-node-agent.io/mode", "operator": "Exists"} in sum(expressions, [])
+    expressions = [each for term in required["nodeSelectorTerms"] for each in term["matchExpressions"]]
+    assert {"key": "gpu-node-agent.io/mode", "operator": "Exists"} in expressions
     assert "`gpu-node-agent.io/mode` keeps it on the node until then" in text("docs/modes.md")
