@@ -85,6 +85,7 @@ class Isolation:
         self._unmended: set[str] = set()  # folders of these whose limits may be others than they stand for
         self._outdated = True  # there may be copies of nobody's: an agent before was killed as it made one
         self._born: dict[str, float] = {}  # folders, and since when they are known
+        self._inherited: set[str] = set()  # folders of before, whose containers no record has shown yet
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
         self._keys: dict[int, tuple[Holding, str]] = {}
         self._grown: tuple[Mapping[str, ContainerLimits], Mapping[str, frozenset[str]]] = ({}, {})
@@ -115,6 +116,7 @@ class Isolation:
         found, self._strays = await anyio.to_thread.run_sync(self._found, abandon_on_cancel=True)
         now = self._clock()
         self._born = dict.fromkeys((*found, *self._strays), now)
+        self._inherited = set(found)
         self.containers.publish(MappingProxyType(found))
         self.refusing = await anyio.to_thread.run_sync(self._keep_up, found, abandon_on_cancel=True)
         log.info(
@@ -206,7 +208,9 @@ class Isolation:
         """Remove folders of containers that are gone now; while nobody can say which, all stay.
 
         One whose pod lives by the API server stays, too, though no record shows it: a kubelet that has just
-        started may not have heard of it. What is missing of a container that is held is made again.
+        started may not have heard of it. So do those of before that no record has shown, and those whose name
+        the kubelet lists, while the API server does not say. What is missing of a container that is held is
+        made again.
         """
         record = self._record.value
         if record is None:
@@ -222,6 +226,10 @@ class Isolation:
             and (limits.about.namespace, limits.about.pod) not in record.pods
         }
         lives = {key for key, limits in known.items() if limits.about.uid in record.unfinished}
+        self._inherited -= held
+        if record.away:
+            names = {key: (limits.about.namespace, limits.about.pod) for key, limits in known.items()}
+            lives |= self._inherited | {key for key, pod in names.items() if pod in record.pods}
         gone = [
             key
             for key, born in self._born.items()

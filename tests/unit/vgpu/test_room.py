@@ -265,6 +265,25 @@ async def test_limits_stay_while_the_container_runs(node: Node) -> None:
     assert await node.folders() == []
 
 
+@pytest.mark.parametrize("listed", [False, True])
+async def test_limits_stay_while_neither_record_nor_api_server_says_whose_they_are(
+    node: Node, listed: bool
+) -> None:
+    """The kubelet has lost its checkpoint, and the API server is away."""
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    if listed:  # by its name, without units that it had
+        node.holding(("a", units()))
+        await node.isolation.tidy()
+    else:
+        await node.agent().start()
+    node.now += 2 * GRACE_SECONDS
+    for away in (True, False):
+        node.record.publish(Record((), (("default", "a", "main"),) if listed else (), away=away))
+        await node.isolation.tidy()
+        assert bool(await node.folders()) == away
+
+
 @pytest.mark.parametrize("by", ["somebody", "the agent"])
 async def test_limits_that_are_missing_are_put_back_while_the_container_is_held(node: Node, by: str) -> None:
     await node.isolation.start()
