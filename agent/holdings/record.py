@@ -179,6 +179,7 @@ def join(
         parents=before.joined.parents,
         leftover=frozenset(leftover),
         began=listed.began,
+        uids=_uids(pods),
         away=view.away,
     )
     unknown = by_pod.keys() - view.pods.keys() - named.keys()
@@ -277,6 +278,16 @@ def _unlisted(
     if earlier and same and (earlier.listed or earlier.source is source):
         return earlier
     return Holding(*names, *place, tuple(sorted(ids)), source=source)
+
+
+def _uids(pods: Mapping[str, PodEvidence]) -> Mapping[PodKey, str]:
+    """Of two pods of one name it is not known whose a holding is."""
+    found: dict[PodKey, str] = {}
+    twice: set[PodKey] = set()
+    for uid, pod in pods.items():
+        if pod.key and found.setdefault(pod.key, uid) != uid:
+            twice.add(pod.key)
+    return {key: uid for key, uid in found.items() if key not in twice} if twice else found
 
 
 def _keys(listed: Record) -> frozenset[PodKey]:

@@ -183,18 +183,33 @@ class Isolation:
             known = self.containers.value.get(key)
             if known is None or known.about.uid != about.uid:  # another pod may have its units by now
                 raise FolderUnusable(f"container {about.container} of {about.namespace}/{about.pod} is gone")
-            # A call that was cut off in between would leave this process with another count than the folder.
-            with anyio.CancelScope(shield=True):
-                try:
-                    await anyio.to_thread.run_sync(self.folders.resize, key, about)
-                    await anyio.to_thread.run_sync(self._copies.keep, about)
-                except FolderUnusable:
-                    self._unmended.add(key)
-                    about = await anyio.to_thread.run_sync(self.folders.about, key)
-                    raise
-                finally:
-                    found = replace(self.containers.value[key], about=about)
-                    self._become({**self.containers.value, key: found})
+            await self._keep(key, about)
+
+    async def _keep(self, key: str, about: About) -> None:
+        # A call that was cut off in between would leave this process with another count than the folder.
+        with anyio.CancelScope(shield=True):
+            try:
+                await anyio.to_thread.run_sync(self.folders.resize, key, about)
+                await anyio.to_thread.run_sync(self._copies.keep, about)
+            except FolderUnusable:
+                self._unmended.add(key)
+                about = await anyio.to_thread.run_sync(self.folders.about, key)
+                raise
+            finally:
+                found = replace(self.containers.value[key], about=about)
+                self._become({**self.containers.value, key: found})
+
+    async def _name(self, record: Record) -> None:
+        """Give containers the UID of their pod where a mute watch had shown an earlier one of its name."""
+        for holding, key in tuple(self._keys.values()):
+            known, uid = self.containers.value.get(key), record.uids.get(holding.holder.pod_key)
+            if known is None or uid in (None, known.about.uid) or known.about.place[:3] != holding.holder:
+                continue
+            async with self._turn:
+                if self.containers.value.get(key) is known and known.about.uid not in record.unfinished:
+                    with suppress(FolderUnusable):  # again with the next record
+                        await self._keep(key, msgspec.structs.replace(known.about, uid=uid))
+                        log.info("limits_renamed", pod=known.about.pod_key, uid=uid)
 
     async def run(self) -> None:
         """Remove folders of containers that are gone, for ever."""
@@ -239,6 +254,7 @@ class Isolation:
             async with self._turn:
                 if self.containers.value.get(key) is known.get(key):
                     await self._remove(key)
+        await self._name(record)
         await self._put_back(held, record)
         if (gone or self._outdated) and not self._strays:
             async with self._turn:  # a container that is being admitted has a copy, and is not among them yet

@@ -39,6 +39,10 @@ def test_holder_that_its_kubelet_forgot_may_live_while_the_api_server_is_away() 
     blind = join(before, Record(), {}, silent, same_kubelet=False, fresh=True)
     assert {each.ids for each in blind.joined.holdings} == {(INIT,), (MAIN,)}
     assert blind.joined.away
+    assert blind.joined.uids == {("ns", "p"): "u"}
+    two = {**ENTRIES, ("v", "main", RESOURCE): frozenset({MAIN})}  # one of them may be over
+    named = View({uid: a_pod("ns", "p", (), uid) for uid in ("u", "v")}, complete=True)
+    assert not join(Evidence(), LISTED, two, named, same_kubelet=True, fresh=True, read=True).joined.uids
     # It has listed the pod, and does so no more.
     heard = join(before, LISTED, ENTRIES, silent, same_kubelet=False, fresh=True, read=True)
     assert not join(heard, Record(), ENTRIES, silent, same_kubelet=True, fresh=True).joined.holdings
