@@ -95,7 +95,7 @@ GPU_PCIE = _gauge(
     (*_GPU, "direction"),
     "Sent and received; with sampling.pcieThroughput.",
 )
-_ACTIVITY = "with sampling.activity, where GPU and driver have it."
+_ACTIVITY = "with sampling.activity."
 GPU_ENGINE_ACTIVE = _gauge(
     "gpu_engine_active_ratio",
     _GPU,
