@@ -143,7 +143,7 @@ def short(document: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("document", ADMINISTRATORS, ids=lambda path: path.name)
 def test_values_are_named_by_their_full_path(document: Path) -> None:
-    """What a reader can copy into values.yaml: `config.vgpu.enforcement`, not `vgpu.enforcement`."""
+    """A reader can copy them into values.yaml: `config.vgpu.enforcement`, not `vgpu.enforcement`."""
     assert not set(short(document))
 
 
