@@ -16,7 +16,7 @@ FOLDER = ROOT / "docs" / "pictures"
 NAMES = {
     *(
         f"{name}.svg"
-        for name in ("demo", "status", "top", "explain", "rooms", "switch", "claims", "kubectl-gpu")
+        for name in ("demo", "status", "top", "explain", "rooms", "switch", "kubectl-gpu", "claims")
     ),
     "page.png",
     *(f"{path.stem}.png" for path in (ROOT / "charts/gpu-node-agent/files/dashboards").glob("*.json")),
