@@ -281,6 +281,33 @@ async def test_a_killed_agent_knows_what_it_was_making(tmp_path: Path) -> None:
         await until(rig, {0: "2g.35gb"})
 
 
+async def test_a_drain_outlives_a_restart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.want("3g.71gb")
+    async with running(rig):
+        await until(rig, {0: "3g.71gb"})
+        held = rig.uuid_at(0)
+        rig.hold(held)
+        rig.want("1g.18gb")
+        await until(rig, {0: "3g.71gb", 4: "1g.18gb"})
+        with anyio.fail_after(10):
+            while '"leaving": {}' in (text := (tmp_path / NAME).read_text()) or held not in text:
+                await anyio.sleep(0.01)
+    rig.calls = WorkerThread("again")
+    rig.node = replace(rig.node, calls=rig.calls)
+    rig.assignment.publish(Assignment())
+    rig.node.holdings.cell.publish(rig.record)
+    async with running(rig) as wing:
+        assert held in wing._layouts.leaving  # before anything is offered
+        await anyio.sleep(0.1)
+        assert held in wing._layouts.leaving
+        # No layout asks for that any more.
+        rig.assignment.publish(Assignment({rig.uuid: GpuMode(Mode.MIG)}))
+        with anyio.fail_after(10):
+            while wing._layouts.leaving:
+                await anyio.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", '{"boot_id": 1}', '{"boot_id": "%s", "made": [{}]}', "\0" * 5000, '["made"]']
 )
