@@ -65,6 +65,7 @@ class Node:
     calls: WorkerThread  # makes all calls to `nvml`
     supervisor: Supervisor  # for tasks that a task of the wing starts in a group of its own
     grown: Cell[Mapping[Place, Growth]]  # the mode that is resizable publishes it
+    read_again: Callable[[], None]  # have the inventory read at once what each GPU consists of
 
     def allows(self, mode: Mode) -> bool:
         """Whether a mode may be requested under the configuration of now."""
@@ -101,8 +102,7 @@ class Wing(ABC):
     """One mode. What a mode does not need is left as it is here."""
 
     mode: ClassVar[Mode]
-    # Whether GPUs are made ready for it: something of the agent's then runs for its containers, and ends with
-    # `give_back` and `leave`. False: a switch takes no time.
+    # Whether GPUs are made ready for it, and given back. False: a switch takes no time.
     prepares: ClassVar[bool] = False
 
     # Of the node, with no agent running
@@ -141,6 +141,10 @@ class Wing(ABC):
 
     def obstacle(self, state: GpuState) -> str:  # noqa: ARG002
         """Why a GPU cannot be offered in the mode, in words; empty: it can."""
+        return ""
+
+    def undoes(self, state: GpuState) -> str:  # noqa: ARG002
+        """Say what `give_back` changes, without which no other mode can have a GPU; empty: nothing."""
         return ""
 
     async def prepare(self, gpu: Gpu) -> None:  # noqa: B027

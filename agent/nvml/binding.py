@@ -9,7 +9,7 @@ import pynvml
 
 from agent.model.gpu import Driver, Gpu, normalise_bus_id
 from agent.model.recovery_action import RecoveryAction
-from agent.nvml import loading
+from agent.nvml import loading, partitioning
 from agent.nvml.activity import Activity
 from agent.nvml.calls import Opaque
 from agent.nvml.calls import call as _call
@@ -28,8 +28,10 @@ from agent.nvml.port import (
     ComputeMode,
     EventKind,
     LinkPeer,
+    MigProfile,
     NvLink,
     NvmlEvent,
+    Partition,
     PcieLevel,
     Probe,
     Sample,
@@ -158,6 +160,7 @@ class NvmlBinding:
             mig_enabled=partitioned,
             numa_node=self._numa_node(bus_id) if bus_id else None,
             instances=instances_of(handle) if partitioned else (),
+            mig_switch="" if mig is None else partitioning.way_of_switching(handle),
         )
 
     def probe(self, uuid: str) -> Probe:
@@ -256,6 +259,18 @@ class NvmlBinding:
     def instance_memory(self, instance: str) -> int:
         used, _ = self._memory(_call("nvmlDeviceGetHandleByUUID", instance))
         return used
+
+    def partition(self, uuid: str) -> Partition:
+        return partitioning.partition_of(self._handle(uuid))
+
+    def make_instance(self, uuid: str, profile: MigProfile, start: int) -> int:
+        return partitioning.make(self._handle(uuid), profile, start)
+
+    def destroy_instance(self, uuid: str, number: int) -> None:
+        partitioning.destroy(self._handle(uuid), number)
+
+    def set_mig_mode(self, uuid: str, enabled: bool) -> None:
+        partitioning.switch(self._handle(uuid), enabled)
 
     def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
         limits = pynvml.c_nvmlGetMemoryLimits_v1_t(nameSpace=bytes(cgroup))

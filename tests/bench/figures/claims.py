@@ -66,7 +66,7 @@ def _measured() -> Mapping[str, Taken]:
         for number in range(5):
             _started(node, share(f"cold-{number}", 10, 4))
             cold.append(prepares.last())
-            node.clear()
+            node.clear(daemons=1)
         warm, started = _side_by_side(node, prepares)
         node.label("dra")
         node.published()
@@ -105,7 +105,7 @@ def _side_by_side(
             if pod.claims:
                 warm.append(prepares.last())
             node.delete(pod)
-    node.clear()
+    node.clear(daemons=1)
     return warm, started
 
 

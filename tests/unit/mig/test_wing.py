@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -226,6 +227,33 @@ def test_single_and_whole_gpus_do_not_go_together() -> None:
     load(flags=["mig.strategy=single", "modes.mig=false"])
 
 
+@pytest.mark.parametrize(
+    ("entry", "flags", "says"),
+    [
+        ({"mode": "mig", "mig": ["1g.18gb"]}, (), "only with mig.manage: true"),
+        ({"mode": "pgpu", "mig": ["1g.18gb"]}, ("mig.manage=true",), "mig is for mode mig, not pgpu"),
+        ({"mode": "mig", "mig": ["1g.18gb "]}, ("mig.manage=true",), "mig"),
+        ({"mode": "mig", "mig": ["; rm"]}, ("mig.manage=true",), "mig"),
+        ({"mode": "mig", "mig": ["1g.18gb"] * 9}, ("mig.manage=true",), "mig"),
+        (
+            {"mode": "mig", "mig": ["1g.18gb", "3g.71gb"]},
+            ("mig.manage=true", "mig.strategy=single", "modes.pgpu=false"),
+            "single offers one profile",
+        ),
+    ],
+)
+def test_layouts_that_no_node_can_have_are_refused(
+    entry: dict[str, Any], flags: tuple[str, ...], says: str
+) -> None:
+    layouts = json.dumps({"parted": [{"gpus": [0], **entry}]})
+    with pytest.raises(ConfigurationError, match=says):
+        load(flags=[f"layouts={layouts}", *flags])
+    good = json.dumps(
+        {"parted": [{"gpus": [0], "mode": "mig", "mig": ["3g.71gb", "1g.18gb+me", "1g.24gb-me"]}]}
+    )
+    assert load(flags=[f"layouts={good}", "mig.manage=true"]).layouts["parted"][0].mig[1] == "1g.18gb+me"
+
+
 @pytest.mark.parametrize("mode", [Mode.PGPU, Mode.VGPU, Mode.MPS, Mode.MIG])
 def test_gpus_in_mig_mode_are_for_mode_mig_alone(mode: Mode) -> None:
     bench = Bench(parted(0, instance(0, 1)), parted(1, mig=False))
@@ -251,6 +279,6 @@ def test_mig_wing_is_one_folder() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("agent.mig"):
                 importers.add(file.relative_to(folder).as_posix())
-    assert importers == {"app/wings.py", "mig/wing.py"}
+    assert {each for each in importers if not each.startswith("mig/")} == {"app/wings.py"}
     known = {name for name, _ in inspect.getmembers(Wing) if not name.startswith("_")}
     assert {name for name in vars(MigWing) if not name.startswith("_")} <= {*known, "mode"}
