@@ -44,7 +44,7 @@ async def test_kept_verdicts_follow_every_change() -> None:
 
 
 async def test_a_new_shape_is_judged_by_nodes_as_they_are() -> None:
-    """What was kept of a node for all shapes ends with its change, of any kind."""
+    """The figures kept of a node for all shapes end with its change, of any kind."""
     fleet = arrivals.fleet_of(3, 2)
     verdicts = Verdicts(fleet)
     names = list(fleet.nodes)

@@ -1,4 +1,4 @@
-"""What is written in one turn of the event loop leaves in one piece, and nothing is lost or stands back."""
+"""Frames of one turn of the event loop leave in one piece, and nothing is lost or stands back."""
 
 import asyncio
 from typing import Any

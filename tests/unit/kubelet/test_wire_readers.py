@@ -1,4 +1,4 @@
-"""What is read and written by hand is what betterproto2 reads: fields in any order, repeated, unknown."""
+"""Readers and writers by hand agree with betterproto2: fields in any order, repeated, unknown."""
 
 from collections.abc import Sequence
 
