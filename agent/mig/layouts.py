@@ -141,6 +141,7 @@ class Layouts:
             partition = await self._read(state.uuid)
             there = self._standing(state.uuid, course, partition)
             steps = plan_layout(partition.profiles, wanted, there)
+            self._refuse_if_busy(steps)
             # A failure stands until a try went well: one that goes on is one event.
             self._tell(state, course, GpuLayout(wanted, tuple(sentences(steps)), course.problem))
             going = frozenset(each.uuid for each in (*steps.destroy, *steps.drain) if each.uuid)
@@ -151,6 +152,16 @@ class Layouts:
             if not destroyed and not await self._make(state, steps):
                 break
         return DRAIN_LOOK_SECONDS
+
+    def _refuse_if_busy(self, steps: Steps) -> None:
+        """With whenBusy refuse nothing begins to drain. Raises Misfit."""
+        held = [each for each in steps.drain if each.uuid not in self.leaving]
+        if held and self._node.settings.when_busy == "refuse":
+            names = ", ".join(f"{each.profile} (GPU instance {each.instance.number})" for each in held)
+            raise Misfit(
+                f"whenBusy is refuse and {names} would have to drain, held by "
+                f"{', '.join(sorted({each.holder for each in held}))}; end these pods or set whenBusy: drain"
+            )
 
     async def _read(self, uuid: str) -> Partition:
         partition = await self._node.calls.run(self._node.nvml.partition, uuid, deadline=CALL_SECONDS)
