@@ -38,5 +38,6 @@ def wing_node(settings: Settings, **parts: Any) -> Node:
         "calls": core.calls,
         "supervisor": core.supervisor,
         "grown": Cell({}),
+        "read_again": lambda: None,
     }
     return Node(**defaults | parts)

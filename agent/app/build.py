@@ -89,6 +89,7 @@ async def build(
         calls=core.calls,
         supervisor=core.supervisor,
         grown=grown,
+        read_again=monitor.read_again,
     )
     wings = {each.mode: await each.build(node) for each in WINGS}
     for wing in wings.values():

@@ -61,6 +61,10 @@ class GpuMonitor:
         group.start_soon(self._supervisor.restarting, "scanner", self._scanner.run)
         group.start_soon(self._supervisor.restarting, "verdicts", self.persistence.run)
 
+    def read_again(self) -> None:
+        """Have what each GPU consists of read at once: its instances were changed."""
+        self._scanner.read_again()
+
     def release(self, seconds: float, why: str = "") -> None:
         """Close NVML for that long and have every ID Unhealthy meanwhile; `why` in a sentence."""
         self._scanner.release(boot_seconds() + seconds, why)

@@ -63,10 +63,13 @@ class Prober:
         self._sweep = Sweep[Step, Gpu | Probe](thread, self._ask)
         self._ecc: dict[str, int] = {}
 
-    async def look(self, known: Iterable[str]) -> Scanned:
-        """One round; `known` are UUIDs of the inventory. Raises NvmlError when NVML itself fails."""
+    async def look(self, known: Iterable[str], *, full: bool = False) -> Scanned:
+        """One round; `known` are UUIDs of the inventory. Raises NvmlError when NVML itself fails.
+
+        `full`: identities are read in any case.
+        """
         count = await self._thread.run(self._nvml.count)
-        full = count != self._count or self._round % FULL_EVERY == 0 or self._unreadable
+        full = full or count != self._count or self._round % FULL_EVERY == 0 or self._unreadable
         self._round, self._count = self._round + 1, count
         findings = Findings()
         hung = await self._take(range(count) if full else (), findings)

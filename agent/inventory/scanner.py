@@ -47,6 +47,7 @@ class Scanner:
         self._released_until: float | None = None
         self._maintenance = ""  # why it is released
         self._asked = anyio.Event()  # somebody asked for a look, for a release or for its end
+        self._changed = anyio.Event()  # somebody changed what a GPU consists of
 
     def release(self, until: float, why: str = "") -> None:
         """Close NVML and have all IDs Unhealthy until that time, in seconds since boot; `why`: a sentence."""
@@ -60,6 +61,11 @@ class Scanner:
 
     def look_now(self) -> None:
         """Look at once instead of after the usual pause."""
+        self._asked.set()
+
+    def read_again(self) -> None:
+        """The same, and read what each GPU consists of."""
+        self._changed.set()
         self._asked.set()
 
     async def run(self) -> None:
@@ -104,8 +110,9 @@ class Scanner:
         connected: tuple[str, ...] | None = None
         while self._released_until is None:
             known = [state.uuid for state in self._inventory.snapshot.value.gpus]
+            changed, self._changed = self._changed.is_set(), anyio.Event()
             try:
-                scanned = await prober.look(known)
+                scanned = await prober.look(known, full=changed)
             except NvmlHung as error:
                 # Closing NVML under a call that hangs would hang as well: wait for it instead.
                 await self._unavailable(str(error))
@@ -117,7 +124,8 @@ class Scanner:
                 await self._read_links(scanned.gpus)
                 connected = uuids
             # A storm of events is looked into together.
-            await anyio.sleep(min(GATHER_SECONDS, self._seconds))
+            with anyio.move_on_after(min(GATHER_SECONDS, self._seconds)):
+                await self._changed.wait()
             await self._pause(self._seconds - GATHER_SECONDS)
 
     async def _read_links(self, gpus: tuple[Gpu, ...]) -> None:

@@ -143,6 +143,7 @@ class GpuMode:
     replicas: int = 1  # pGPU only: time slices
     refused: bool = False  # off, though a mode is wanted: `reason` says what stands in its way
     dra: bool = False  # by claims, and on no list of a device plugin: a GPU is offered by one door
+    instances: tuple[str, ...] = ()  # in MIG mode: profiles that it shall have; none: as they are
 
     @property
     def offered(self) -> bool:

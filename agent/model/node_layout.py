@@ -23,12 +23,14 @@ class Entry:
     gpus: tuple[str, ...]
     mode: Mode
     replicas: int = 1  # pGPU only
+    instances: tuple[str, ...] = ()  # profiles of each GPU in MIG mode; none: as they are
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     mode: Mode
     replicas: int = 1
+    instances: tuple[str, ...] = ()
 
 
 class LayoutError(Exception):
@@ -54,6 +56,8 @@ def faults_of(entries: Sequence[Entry]) -> list[tuple[int, str]]:
             faults.append((number, "names no GPU; name indices, UUIDs, a product or rest"))
         if entry.replicas > 1 and not entry.mode.row.slices:
             faults.append((number, f"replicas are for mode pgpu, not {entry.mode.value}"))
+        if entry.instances and not entry.mode.row.partitioned:
+            faults.append((number, f"mig is for mode mig, not {entry.mode.value}"))
         for token in entry.gpus:
             span = _RANGE.fullmatch(token)
             if span is None:
@@ -99,7 +103,7 @@ def resolve(entries: Sequence[Entry], gpus: Sequence[Gpu], *, lenient: bool = Fa
     for gpu in gpus:
         chosen = owner.get(gpu.uuid, rest)
         found = Entry((), Mode.OFF) if chosen is None else entries[chosen]
-        targets[gpu.uuid] = Target(found.mode, found.replicas)
+        targets[gpu.uuid] = Target(found.mode, found.replicas, found.instances)
     return targets
 
 

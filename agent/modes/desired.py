@@ -97,7 +97,6 @@ def catalog_of(settings: Settings) -> ModeCatalog:
     modes = [mode for mode in OFFERED_MODES if getattr(allowed, mode.value)]
     modes += [UNCLAIMED] if settings.dra.enabled else []
     layouts = {
-        name: tuple(Entry(tuple(map(str, entry.gpus)), Mode(entry.mode), entry.replicas) for entry in entries)
-        for name, entries in settings.layouts.items()
+        name: tuple(entry.resolved() for entry in entries) for name, entries in settings.layouts.items()
     }
     return ModeCatalog(layouts, tuple(modes), settings.default_mode)

@@ -84,7 +84,7 @@ def _gated(state: GpuState, target: Target, wings: Wings, lacks: str) -> GpuMode
     wing, dra = wings.get(target.mode), target.mode.row.by_claims
     if reason := _obstacle(state, target, wing) or lacks:
         return GpuMode(reason=reason, refused=True)
-    return GpuMode(target.mode, replicas=target.replicas, dra=dra)
+    return GpuMode(target.mode, replicas=target.replicas, dra=dra, instances=target.instances)
 
 
 def _obstacle(state: GpuState, target: Target, wing: Wing | None) -> str:

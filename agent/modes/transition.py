@@ -64,7 +64,8 @@ class ModeState:
                 return GpuMode(reason=self.target.reason, refused=self.target.refused)
             return GpuMode(reason=self.failure or BETWEEN)
         if self.stage is ModeStage.OFFERED:
-            return GpuMode(self.mode, replicas=self.replicas, dra=self.dra)
+            instances = self.target.instances if self.mode is self.target.mode else ()
+            return GpuMode(self.mode, replicas=self.replicas, dra=self.dra, instances=instances)
         offering = Offering.CLOSING if self.stage is ModeStage.CLOSING else Offering.CLOSED
         reason = self.target.reason or self.failure or CHANGING
         return GpuMode(self.mode, offering, reason, self.replicas, dra=self.dra)

@@ -65,6 +65,7 @@ class Node:
     calls: WorkerThread  # makes all calls to `nvml`
     supervisor: Supervisor  # for tasks that a task of the wing starts in a group of its own
     grown: Cell[Mapping[Place, Growth]]  # the mode that is resizable publishes it
+    read_again: Callable[[], None]  # have the inventory read at once what each GPU consists of
 
     def allows(self, mode: Mode) -> bool:
         """Whether a mode may be requested under the configuration of now."""

@@ -9,7 +9,7 @@ import pynvml
 
 from agent.model.gpu import Driver, Gpu, normalise_bus_id
 from agent.model.recovery_action import RecoveryAction
-from agent.nvml import loading
+from agent.nvml import loading, partitioning
 from agent.nvml.activity import Activity
 from agent.nvml.calls import Opaque
 from agent.nvml.calls import call as _call
@@ -28,8 +28,10 @@ from agent.nvml.port import (
     ComputeMode,
     EventKind,
     LinkPeer,
+    MigProfile,
     NvLink,
     NvmlEvent,
+    Partition,
     PcieLevel,
     Probe,
     Sample,
@@ -256,6 +258,21 @@ class NvmlBinding:
     def instance_memory(self, instance: str) -> int:
         used, _ = self._memory(_call("nvmlDeviceGetHandleByUUID", instance))
         return used
+
+    def partition(self, uuid: str) -> Partition:
+        return partitioning.partition_of(self._handle(uuid))
+
+    def make_instance(self, uuid: str, profile: MigProfile, start: int) -> int:
+        return partitioning.make(self._handle(uuid), profile, start)
+
+    def destroy_instance(self, uuid: str, number: int) -> None:
+        partitioning.destroy(self._handle(uuid), number)
+
+    def mig_needs_reset(self, uuid: str) -> bool:
+        return partitioning.needs_reset(self._handle(uuid))
+
+    def set_mig_mode(self, uuid: str, *, enabled: bool) -> None:
+        partitioning.switch(self._handle(uuid), enabled=enabled)
 
     def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
         limits = pynvml.c_nvmlGetMemoryLimits_v1_t(nameSpace=bytes(cgroup))

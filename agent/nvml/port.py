@@ -13,7 +13,7 @@ from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Protocol
 
-from agent.model.gpu import Driver, Gpu
+from agent.model.gpu import Driver, Gpu, Instance
 from agent.model.recovery_action import RecoveryAction
 
 # Drivers from which a cgroup's memory on a GPU can be limited (nvmlDeviceSetMemoryLimits_v1, CUDA 13.4).
@@ -149,6 +149,39 @@ class NvLink:
     remote_bus_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class MigProfile:
+    """A kind of instance that a GPU in MIG mode can have."""
+
+    number: int  # the driver's
+    name: str  # as NVIDIA writes it: "1g.18gb"
+    slices: int  # of compute
+    size: int  # slices of memory, of which `starts` are numbers
+    starts: tuple[int, ...]  # where one may begin
+    most: int  # how many a GPU has room for
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInstance:
+    """A GPU instance, with all its compute instances or with none."""
+
+    number: int
+    profile: int  # by number
+    start: int
+    size: int
+    computes: tuple[int, ...]  # numbers of its compute instances; none: half made, and nobody can have it
+    whole: bool  # whether one compute instance takes all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A GPU in MIG mode as its administrator sees it, in one reading."""
+
+    profiles: tuple[MigProfile, ...]
+    instances: tuple[GpuInstance, ...]
+    devices: tuple[Instance, ...]  # what containers can have of them
+
+
 class NvmlPort(Protocol):
     """NVML as the agent needs it. See the module's text for the rules."""
 
@@ -202,6 +235,30 @@ class NvmlPort(Protocol):
 
     def instance_memory(self, instance: str) -> int:
         """Bytes in use of an instance, by its UUID. Raises NvmlError: it is not there."""
+
+    def partition(self, uuid: str) -> Partition:
+        """Profiles, places and instances of a GPU in MIG mode. Needs root.
+
+        Raises NvmlNotSupported: the GPU is not in MIG mode, or the driver is too old.
+        """
+
+    def make_instance(self, uuid: str, profile: MigProfile, start: int) -> int:
+        """Make an instance whole, or not at all, and answer its number. Needs root.
+
+        Raises NvmlError, with INSUFFICIENT_RESOURCES where it has no room.
+        """
+
+    def destroy_instance(self, uuid: str, number: int) -> None:
+        """Destroy an instance with its compute instances. Needs root.
+
+        Raises NvmlError with IN_USE while a process is on it; nothing is destroyed then.
+        """
+
+    def mig_needs_reset(self, uuid: str) -> bool:
+        """Whether the driver resets the GPU to switch its MIG mode, as far as it says."""
+
+    def set_mig_mode(self, uuid: str, *, enabled: bool) -> None:
+        """Switch MIG mode, by a reset where one is needed. Needs root. Raises NvmlError: not in force."""
 
     def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
         """The driver's limit of GPU memory for a cgroup's processes, in bytes; None: it has no limit there.

@@ -11,7 +11,8 @@ from msgspec import Meta
 from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
 from agent.kit.logs import Logging
-from agent.model.modes import OFFERED_MODES, ModeName
+from agent.model.modes import OFFERED_MODES, Mode, ModeName
+from agent.model.node_layout import Entry
 from agent.settings.faults import impossible
 
 __all__ = ["ConfigurationError", "Section", "Settings", "load", "schema"]
@@ -25,6 +26,7 @@ AbsolutePath = Annotated[str, Meta(pattern="^/")]
 LayoutName = Annotated[str, Meta(pattern="^[a-z0-9]([-a-z0-9._]{0,61}[a-z0-9])?$")]  # a label value
 QuietSeconds = Annotated[float, Meta(ge=0, le=604800)]
 ImexChannel = Annotated[int, Meta(ge=0, le=2047)]
+MigProfile = Annotated[str, Meta(pattern=r"^[1-9]g\.[1-9][0-9]{0,3}gb([+-][a-z]+(\.[a-z]+)*)*$")]
 XidNumber = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
 
 
@@ -260,6 +262,12 @@ class Mig(Section, frozen=True):
     # mixed: a resource for each profile, nvidia.com/mig-1g.18gb; single: all as nvidia.com/gpu, where they
     # are alike and no whole GPU is offered (modes.pgpu: false).
     strategy: Literal["mixed", "single"] = "mixed"
+    # Make and destroy instances as layouts say (their key mig): takes privilege, see the chart's mig.manage.
+    manage: bool = False
+    # Instances that others made may be destroyed, too, while nobody holds them.
+    adopt_foreign: bool = False
+    # MIG mode of a free GPU may be switched where that takes a reset of the GPU.
+    allow_reset: bool = False
 
 
 class LayoutEntry(Section, frozen=True):
@@ -269,6 +277,11 @@ class LayoutEntry(Section, frozen=True):
     gpus: list[str | int]
     mode: ModeName
     replicas: Annotated[int, Meta(ge=1, le=100)] = 1  # pgpu only: time slices of each GPU
+    # mig only: profiles of the instances that each GPU shall have; none: as they are.
+    mig: Annotated[tuple[MigProfile, ...], Meta(max_length=8)] = ()
+
+    def resolved(self) -> Entry:
+        return Entry(tuple(map(str, self.gpus)), Mode(self.mode), self.replicas, self.mig)
 
 
 class TimeSlicing(Section, frozen=True):

@@ -3,9 +3,9 @@
 import os
 from typing import TYPE_CHECKING
 
-from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, SWITCHING, UNCLAIMED, Mode
+from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, SWITCHING, UNCLAIMED
 from agent.model.mps_abilities import LONGEST_SOCKET as LONGEST_MPS_SOCKET
-from agent.model.node_layout import Entry, faults_of
+from agent.model.node_layout import faults_of
 
 if TYPE_CHECKING:
     from agent.settings import Settings
@@ -91,6 +91,11 @@ def _bad_layouts(settings: "Settings") -> list[tuple[str, str]]:
             for number, each in enumerate(entries)
             if each.mode in off
         )
-        made = [Entry(tuple(map(str, each.gpus)), Mode(each.mode), each.replicas) for each in entries]
+        made = [each.resolved() for each in entries]
         faults.extend((f"layouts.{name}[{number}]", fault) for number, fault in faults_of(made))
+        if not settings.mig.manage:
+            text = "asks for instances that are made only with mig.manage: true; set it, or leave mig out"
+            faults.extend(
+                (f"layouts.{name}[{number}].mig", text) for number, each in enumerate(made) if each.instances
+            )
     return faults

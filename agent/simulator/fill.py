@@ -1,6 +1,7 @@
 """A GPU of a profile, written into its slot of the shared state."""
 
 from agent.simulator import events
+from agent.simulator.mig import fill_profiles
 from agent.simulator.profile import MIB, Link, Profile
 from agent.simulator.state import MAX_GPUS, GpuState
 
@@ -10,6 +11,7 @@ _SWITCH_DEVICE_ID = 0x22A310DE
 _BRAND_TESLA = 2
 _BRAND_NVIDIA = 14
 _GPM_SINCE = (9, 0)
+_MIG_WITHOUT_RESET_SINCE = 9  # Hopper, by the MIG user guide
 _IDLE = 0x1  # nvmlClocksEventReasonGpuIdle
 
 
@@ -29,6 +31,7 @@ def fill_gpu(gpu: GpuState, profile: Profile, slot: int) -> None:
     gpu.architecture = model.architecture
     gpu.brand = _BRAND_NVIDIA if model.product.startswith("NVIDIA") else _BRAND_TESLA
     gpu.mig_capable = int(model.mig_capable)
+    gpu.mig_needs_reset = int(model.architecture < _MIG_WITHOUT_RESET_SINCE)
     gpu.memory_total, gpu.memory_reserved = model.memory_mib * MIB, model.reserved_mib * MIB
     gpu.power_limit_mw, gpu.power_mw = model.power_limit_w * 1000, model.idle_w * 1000
     gpu.temperature_c = 28 + slot % 4
@@ -44,6 +47,8 @@ def fill_gpu(gpu: GpuState, profile: Profile, slot: int) -> None:
         gpu.clocks_mhz[clock] = limit if clock == 2 else limit // 5  # memory clocks rest high
     for other in range(MAX_GPUS):
         gpu.ancestor[other] = profile.ancestor(slot, other)
+    if model.mig_capable:
+        fill_profiles(gpu)
     if profile.links:
         _fill_links(gpu, profile, profile.links[slot])
 

@@ -14,14 +14,23 @@ class ProcessTable:
         self._mapping = mapping
 
     def start(
-        self, slot: int, pid: int, kind: ProcessKind = ProcessKind.COMPUTE, memory_mib: int = 0
+        self,
+        slot: int,
+        pid: int,
+        kind: ProcessKind = ProcessKind.COMPUTE,
+        memory_mib: int = 0,
+        gpu_instance: int = 0,
     ) -> None:
-        """A process opens a GPU; its memory counts as used. Raises RuntimeError when the table is full."""
+        """A process opens a GPU, or an instance by its number; its memory counts as used.
+
+        Raises RuntimeError when the table is full.
+        """
         with self._mapping.editing() as state:
             if state.process_count == PROCESS_SLOTS:
                 raise RuntimeError(f"the simulated machine holds at most {PROCESS_SLOTS} processes")
             entry = state.processes[state.process_count]
             entry.slot, entry.pid, entry.kind = slot, pid, kind
+            entry.gpu_instance = gpu_instance
             entry.memory_used = memory_mib * MIB
             entry.sm_utilization = entry.memory_utilization = 0
             entry.encoder_utilization = entry.decoder_utilization = 0

@@ -129,9 +129,7 @@ class SimulatedMachine:
         if not one.mig_capable:
             raise ValueError(f"{one.name.decode()} has no MIG mode")
         with self.mapping.editing():
-            one.mig_mode = int(enabled)
-            for each in one.instances:
-                each.used = 0
+            mig.switch(one, enabled=enabled)
 
     def make_instance(self, gpu: GpuRef, profile: str) -> str:
         """An instance of a GPU in MIG mode; its UUID. Raises ValueError: no room, or no such profile."""
@@ -142,6 +140,12 @@ class SimulatedMachine:
         """Somebody destroys an instance, held or not. Raises ValueError."""
         with self.mapping.editing():
             mig.destroy(self.gpu(gpu), instance)
+
+    def reboot(self) -> None:
+        """Instances do not survive it, nor a reset of their GPU; MIG mode does."""
+        with self.mapping.editing() as state:
+            for one in state.gpus:
+                mig.switch(one, enabled=bool(one.mig_mode))
 
     # -- events and sickness ----------------------------------------------------------------------
 

@@ -8,9 +8,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from agent.model.gpu import Driver, Gpu, Instance
+from agent.model.gpu import Driver, Gpu
 from agent.model.recovery_action import RecoveryAction
-from agent.nvml.instances import PASSED_OVER
 from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
 from agent.nvml.port import (
     ACTIVITY,
@@ -29,6 +28,7 @@ from agent.simulator import events, moving_figures
 from agent.simulator.events import EventReader
 from agent.simulator.fill import sysfs_bus_id
 from agent.simulator.machine import SimulatedMachine
+from agent.simulator.mig_calls import MigCalls
 from agent.simulator.nvml_functions import ANY, number_of
 from agent.simulator.state import NO_RECOVERY_ACTION, WHOLE_GPU, GpuState, Presence
 
@@ -40,7 +40,7 @@ _KINDS = {
 _PEERS = {0: LinkPeer.GPU, 2: LinkPeer.SWITCH}
 
 
-class SimulatedNvml:
+class SimulatedNvml(MigCalls):
     """`NvmlPort` over a simulated machine."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
@@ -128,38 +128,6 @@ class SimulatedNvml:
             numa_node=gpu.numa_node if bus_id and gpu.numa_node >= 0 else None,
             instances=self._instances(slot) if partitioned else (),
         )
-
-    def _instances(self, slot: int) -> tuple[Instance, ...]:
-        if not self._offered("nvmlDeviceGetMaxMigDeviceCount", slot):
-            return ()
-        found = []
-        for each in self._mapping.gpu(slot).instances:
-            calls = ("Attributes", "Name", "UUID", "GpuInstanceId", "ComputeInstanceId") if each.used else ()
-            try:
-                for call in ("MigDeviceHandleByIndex", *calls):
-                    self._device(f"nvmlDeviceGet{call}", slot)
-            except NvmlError as error:
-                if error.code not in PASSED_OVER:
-                    raise
-                continue
-            if not each.used:
-                continue
-            numbers = (each.gpu_instance, each.compute_instance)
-            size, profile = each.memory_total, each.profile.decode()
-            found.append(Instance(each.uuid.decode(), *numbers, profile, size, each.multiprocessors))
-        return tuple(found)
-
-    def instance_memory(self, instance: str) -> int:
-        """See the port."""
-        call = "nvmlDeviceGetHandleByUUID"
-        for slot in self._slots:
-            for each in self._mapping.gpu(slot).instances:
-                if each.used and each.uuid.decode() == instance:
-                    self._device(call, slot)
-                    self._offered("nvmlDeviceGetMemoryInfo", slot)
-                    return int(each.memory_used)
-        self._call(call)
-        raise error_for(NvmlCode.NOT_FOUND, call)
 
     def probe(self, uuid: str) -> Probe:
         """See the port."""

@@ -20,6 +20,7 @@ MAGIC: Final = 0x31_4D_49_53_41_4E_47  # "GNASIM1" in memory, little endian
 MAX_GPUS: Final = 16
 MAX_LINKS: Final = 18
 MAX_INSTANCES: Final = 7  # of a GPU in MIG mode
+MAX_MIG_PROFILES: Final = 8
 WHOLE_GPU: Final = 0xFFFFFFFF  # in place of an instance's number
 EVENT_SLOTS: Final = 1024  # a reader that falls further behind loses the oldest, as with the driver
 FAULT_SLOTS: Final = 32
@@ -88,10 +89,38 @@ class LinkState(Structure):
     ]
 
 
+class MigProfileState(Structure):
+    """One kind of instance that a GPU in MIG mode can have; `slices` 0: none."""
+
+    number: int  # NVML's number of it, which `kind` is not: the place in its enumeration
+    kind: int
+    slices: int
+    eighths: int
+    starts: int  # a bit for each place
+    most: int
+    multiprocessors: int
+    media: int
+    memory_total: int
+    name: bytes
+    _fields_: ClassVar = [
+        ("number", c_uint32),
+        ("kind", c_uint32),
+        ("slices", c_uint32),
+        ("eighths", c_uint32),
+        ("starts", c_uint32),
+        ("most", c_uint32),
+        ("multiprocessors", c_uint32),
+        ("media", c_uint32),
+        ("memory_total", c_uint64),
+        ("name", c_char * 32),
+    ]
+
+
 class InstanceState(Structure):
-    """One MIG device: a compute instance that takes all of its GPU instance."""
+    """One GPU instance: a MIG device once a compute instance takes all of it (`used`), `bare` until then."""
 
     used: int
+    bare: int
     gpu_instance: int
     compute_instance: int
     slices: int
@@ -103,8 +132,12 @@ class InstanceState(Structure):
     memory_used: int
     uuid: bytes
     profile: bytes
+    profile_number: int
     _fields_: ClassVar = [
         ("used", c_uint32),
+        ("bare", c_uint32),
+        ("profile_number", c_uint32),
+        ("padding", c_uint32),
         ("gpu_instance", c_uint32),
         ("compute_instance", c_uint32),
         ("slices", c_uint32),
@@ -142,6 +175,7 @@ class GpuState(Structure):
     compute_mode: int
     mig_capable: int
     mig_mode: int
+    mig_needs_reset: int  # whether switching MIG mode resets the GPU
     gpu_utilization: int
     memory_utilization: int
     power_mw: int
@@ -178,6 +212,7 @@ class GpuState(Structure):
     ecc_aggregate_corrected: int
     ecc_aggregate_uncorrected: int
     links: Array[LinkState]
+    mig_profiles: Array[MigProfileState]
     instances: Array[InstanceState]
     _fields_: ClassVar = [
         ("uuid", c_char * 48),
@@ -200,6 +235,8 @@ class GpuState(Structure):
         ("compute_mode", c_uint32),
         ("mig_capable", c_uint32),
         ("mig_mode", c_uint32),
+        ("mig_needs_reset", c_uint32),
+        ("mig_padding", c_uint32),
         ("gpu_utilization", c_uint32),
         ("memory_utilization", c_uint32),
         ("power_mw", c_uint32),
@@ -236,6 +273,7 @@ class GpuState(Structure):
         ("ecc_aggregate_corrected", c_uint64),
         ("ecc_aggregate_uncorrected", c_uint64),
         ("links", LinkState * MAX_LINKS),
+        ("mig_profiles", MigProfileState * MAX_MIG_PROFILES),
         ("instances", InstanceState * MAX_INSTANCES),
     ]
 
@@ -250,6 +288,7 @@ class ProcessState(Structure):
     memory_utilization: int
     encoder_utilization: int
     decoder_utilization: int
+    gpu_instance: int  # on which it runs; 0: on the whole GPU
     memory_used: int
     sampled_us: int
     _fields_: ClassVar = [
@@ -260,7 +299,7 @@ class ProcessState(Structure):
         ("memory_utilization", c_uint32),
         ("encoder_utilization", c_uint32),
         ("decoder_utilization", c_uint32),
-        ("padding", c_uint32),
+        ("gpu_instance", c_uint32),
         ("memory_used", c_uint64),
         ("sampled_us", c_uint64),
     ]
@@ -359,7 +398,16 @@ class MachineState(Structure):
     ]
 
 
-STRUCTURES: Final = (LinkState, InstanceState, GpuState, ProcessState, EventState, FaultState, MachineState)
+STRUCTURES: Final = (
+    LinkState,
+    MigProfileState,
+    InstanceState,
+    GpuState,
+    ProcessState,
+    EventState,
+    FaultState,
+    MachineState,
+)
 
 
 def layout() -> str:

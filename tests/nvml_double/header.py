@@ -29,7 +29,15 @@ def header_text() -> str:
         f"#define SIM_MAGIC UINT64_C({state.MAGIC:#x})",
         f"#define SIM_VERSION UINT32_C({state.VERSION:#x})",
     ]
-    sizes = ["MAX_GPUS", "MAX_LINKS", "MAX_INSTANCES", "EVENT_SLOTS", "FAULT_SLOTS", "PROCESS_SLOTS"]
+    sizes = [
+        "MAX_GPUS",
+        "MAX_LINKS",
+        "MAX_INSTANCES",
+        "MAX_MIG_PROFILES",
+        "EVENT_SLOTS",
+        "FAULT_SLOTS",
+        "PROCESS_SLOTS",
+    ]
     sizes += ["CLOCKS", "ACTIVITIES"]
     parts.append(f"#define SIM_NO_RECOVERY_ACTION {state.NO_RECOVERY_ACTION:#x}u")
     parts += [f"#define SIM_{name} {getattr(state, name)}u" for name in sizes]

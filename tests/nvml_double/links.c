@@ -129,6 +129,10 @@ static nvmlReturn_t field_value(struct sim_gpu *gpu, nvmlFieldValue_t *field) {
         field->valueType = NVML_VALUE_TYPE_UNSIGNED_INT;
         field->value.uiVal = gpu->power_mw;
         return NVML_SUCCESS;
+    case NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED:
+        field->valueType = NVML_VALUE_TYPE_UNSIGNED_INT;
+        field->value.uiVal = !gpu->mig_needs_reset;
+        return gpu->mig_capable ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
     case NVML_FI_DEV_GET_GPU_RECOVERY_ACTION:
         SIM_OFFERED(gpu->recovery_action != SIM_NO_RECOVERY_ACTION);
         field->valueType = NVML_VALUE_TYPE_UNSIGNED_INT;

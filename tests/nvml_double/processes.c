@@ -46,9 +46,9 @@ static void put_work(void *data, uint32_t pid, uint32_t percent, uint64_t sample
 }
 
 /* The processes of a GPU that stand in a list (`kind`), or, for kind 0, that worked after `since`.
- * At most `room` of them are put; answers how many there are. */
-static unsigned int collect(struct sim_gpu *gpu, uint32_t kind, uint64_t since, unsigned int room, put_t put,
-                            void *out) {
+ * Of an instance (`part`): those that run on it. At most `room` of them are put; answers how many there are. */
+static unsigned int collect(struct sim_gpu *gpu, const struct sim_instance *part, uint32_t kind, uint64_t since,
+                            unsigned int room, put_t put, void *out) {
     struct sim_machine *machine = sim_machine();
     uint32_t slot = (uint32_t)(gpu - machine->gpus);
     unsigned int found, tries = 0;
@@ -61,13 +61,16 @@ static unsigned int collect(struct sim_gpu *gpu, uint32_t kind, uint64_t since, 
             if (process->slot != slot || !(kind ? process->kind & kind : (uint32_t)worked_since(process, since))) {
                 continue;
             }
+            if (part != NULL && process->gpu_instance != part->gpu_instance) {
+                continue;
+            }
             if (found < room) {
                 put(out, found, process);
             }
             found++;
         }
     } while (sim_torn(machine, begun, &tries));
-    if (kind & SIM_PROCESS_COMPUTE) {
+    if (part == NULL && (kind & SIM_PROCESS_COMPUTE)) {
         struct put_cuda rest = {.put = put, .out = out, .room = room, .found = found};
         sim_cuda_each(sim_cuda_gpu(gpu), put_cuda, &rest);
         found = rest.found;
@@ -95,9 +98,10 @@ static void put_info_v1(void *out, unsigned int number, const struct sim_process
     info->usedGpuMemory = process->memory_used;
 }
 
-static nvmlReturn_t running(struct sim_gpu *gpu, uint32_t kind, unsigned int *count, put_t put, void *infos) {
+static nvmlReturn_t running(struct sim_gpu *gpu, const struct sim_instance *part, uint32_t kind, unsigned int *count,
+                            put_t put, void *infos) {
     unsigned int room = infos == NULL ? 0 : *count;
-    *count = collect(gpu, kind, 0, room, put, infos);
+    *count = collect(gpu, part, kind, 0, room, put, infos);
     return *count > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
@@ -109,7 +113,8 @@ _Static_assert(sizeof(nvmlProcessInfo_v2_t) == sizeof(nvmlProcessInfo_t), "one f
         SIM_NEED(count != NULL);                                                                                \
         SIM_GPU(nvmlDeviceGet##list);                                                                           \
         SIM_OFFERED(offered);                                                                                   \
-        return running(gpu, kind, count, put, infos);                                                           \
+        SIM_PART();                                                                                             \
+        return running(gpu, part, kind, count, put, infos);                                                     \
     }
 #define LISTS(list, kind, offered)                                             \
     LIST(list, _v3, nvmlProcessInfo_t, kind, put_info, offered)                \
@@ -144,7 +149,7 @@ static void put_utilization(void *out, unsigned int number, const struct sim_pro
 /* Samples newer than `since`; `count` is the room before and the number of samples after. */
 static nvmlReturn_t samples_since(struct sim_gpu *gpu, uint64_t since, unsigned int *count, put_t put, void *out) {
     unsigned int room = out == NULL ? 0 : *count;
-    *count = collect(gpu, 0, since, room, put, out);
+    *count = collect(gpu, NULL, 0, since, room, put, out);
     if (*count == 0) {
         return NVML_ERROR_NOT_FOUND; /* nobody worked: not a fault */
     }

@@ -1,7 +1,7 @@
 /* A simulated libnvidia-ml.so.1: inner interface of its parts.
  *
  * The state of the machine lies in a file (environment GNA_SIM_STATE) that Python code writes; here it
- * is only read, but for the compute mode and the countdown of injected faults.
+ * is only read, but for the compute mode, instances and MIG mode, and the countdown of injected faults.
  */
 #ifndef SIM_H
 #define SIM_H
@@ -44,6 +44,8 @@ int32_t sim_slot(nvmlDevice_t device);
 int32_t sim_part_slot(nvmlDevice_t device);
 /* The instance of a handle, NULL for a whole GPU; an error when it is gone. */
 nvmlReturn_t sim_part(nvmlDevice_t device, struct sim_gpu *gpu, struct sim_instance **part);
+/* A process runs on an instance, by its number, or on any of the GPU (0). */
+int sim_busy(struct sim_gpu *gpu, uint32_t gpu_instance);
 int sim_part_named(const char *uuid, uint32_t slot, nvmlDevice_t *found);
 
 /* Slots in NVML's order: those plugged in now or, where the machine says so, those at initialisation.

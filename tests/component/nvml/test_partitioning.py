@@ -1,0 +1,158 @@
+"""Instances are made and destroyed alike by the real binding over the C library and by the Python face."""
+
+from dataclasses import replace
+
+import pytest
+
+from agent.nvml.nvml_errors import NvmlCode, NvmlError
+from agent.nvml.port import MigProfile, Partition
+from agent.simulator.profile import Profile
+from agent.simulator.profiles import profile_named
+from tests.component.nvml.conftest import Faces, outcome
+
+H200 = profile_named("dgx-h200")
+
+
+def machine(product: str, memory_mib: int, architecture: int) -> Profile:
+    model = replace(H200.model, product=product, memory_mib=memory_mib, architecture=architecture)
+    return replace(H200, model=model)
+
+
+MODELS = {
+    "1g.5gb 1g.10gb 2g.10gb 3g.20gb 4g.20gb 7g.40gb": profile_named("dgx-a100"),
+    "1g.10gb 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb": machine("NVIDIA A100-SXM4-80GB", 81920, 7),
+    "1g.10gb 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb ": machine("NVIDIA H100 80GB HBM3", 81559, 9),
+    "1g.18gb 1g.35gb 2g.35gb 3g.71gb 4g.71gb 7g.141gb": H200,
+    "1g.23gb 1g.45gb 2g.45gb 3g.90gb 4g.90gb 7g.180gb": machine("NVIDIA B200", 183359, 10),
+}
+
+
+def read(faces: Faces) -> Partition:
+    found = faces.agree("partition", faces.uuids[0])
+    assert isinstance(found, Partition)
+    return found
+
+
+def profile(faces: Faces, slices: int, size: int) -> MigProfile:
+    profiles = read(faces).profiles
+    return next(each for each in profiles if (each.slices, each.size) == (slices, size))
+
+
+@pytest.mark.parametrize(
+    ("faces", "names"), [(model, names) for names, model in MODELS.items()], indirect=["faces"]
+)
+def test_profiles_are_nvidias(faces: Faces, names: str) -> None:
+    faces.machine.set_mig(0, enabled=True)
+    profiles = read(faces).profiles
+    assert {each.name for each in profiles if "+" not in each.name} == set(names.split())
+    media = next(each for each in profiles if each.name.endswith("+me"))
+    assert (media.slices, media.most) == (1, 1)
+    places = {each.name: (each.starts, each.size, each.most) for each in profiles if each.slices > 1}
+    assert sorted(places.values()) == [((0,), 4, 1), ((0,), 8, 1), ((0, 2, 4), 2, 3), ((0, 4), 4, 2)]
+
+
+def test_an_instance_is_made_and_destroyed(faces: Faces) -> None:
+    faces.machine.set_mig(0, enabled=True)
+    uuid, three = faces.uuids[0], profile(faces, 3, 4)
+    for maker, other in ((faces.real, faces.python), (faces.python, faces.real)):
+        number = maker.make_instance(uuid, three, 4)
+        found = read(faces)
+        (one,) = found.instances
+        assert (one.number, one.start, one.size, one.whole) == (number, 4, 4, True)
+        (device,) = found.devices
+        assert (device.gpu_instance, device.profile) == (number, "3g.71gb")
+        assert faces.agree("describe", 0)
+        for nvml in (maker, other):
+            assert outcome(nvml, "make_instance", uuid, three, 4) == (
+                NvmlError,
+                NvmlCode.INSUFFICIENT_RESOURCES,
+                "nvmlDeviceCreateGpuInstanceWithPlacement",
+            )
+        other.destroy_instance(uuid, number)
+        assert read(faces).instances == read(faces).devices == ()
+    gone = faces.agree("destroy_instance", uuid, 9)
+    assert isinstance(gone, tuple)
+    assert gone[1] == NvmlCode.NOT_FOUND
+
+
+def test_all_that_has_room_is_made(faces: Faces) -> None:
+    faces.machine.set_mig(0, enabled=True)
+    uuid, small = faces.uuids[0], profile(faces, 1, 1)
+    for start in small.starts:
+        (faces.real if start % 2 else faces.python).make_instance(uuid, small, start)
+    assert sorted(each.start for each in read(faces).instances) == list(range(7))
+    assert len({each.number for each in read(faces).instances}) == 7
+
+
+def test_an_instance_at_work_is_not_destroyed(faces: Faces) -> None:
+    faces.machine.set_mig(0, enabled=True)
+    uuid = faces.uuids[0]
+    numbers = [faces.real.make_instance(uuid, profile(faces, 1, 1), start) for start in (0, 1)]
+    faces.machine.processes.start(0, 4711, gpu_instance=numbers[0])
+    before = read(faces)
+    assert faces.agree("destroy_instance", uuid, numbers[0]) == (
+        NvmlError,
+        NvmlCode.IN_USE,
+        "nvmlDeviceGetComputeRunningProcesses",
+    )
+    with pytest.raises(NvmlError, match="processes are on it: 4711"):
+        faces.real.destroy_instance(uuid, numbers[0])
+    assert read(faces) == before
+    faces.real.destroy_instance(uuid, numbers[1])
+    faces.machine.processes.stop(4711)
+    faces.real.destroy_instance(uuid, numbers[0])
+    assert read(faces).instances == ()
+
+
+@pytest.mark.parametrize("name", ["real", "python"])
+@pytest.mark.parametrize(
+    "call", ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"]
+)
+def test_a_creation_that_fails_leaves_nothing(faces: Faces, name: str, call: str) -> None:
+    faces.machine.set_mig(0, enabled=True)
+    uuid, small, nvml = faces.uuids[0], profile(faces, 1, 1), getattr(faces, name)
+    faces.machine.fail(call, NvmlCode.UNKNOWN, times=1)
+    with pytest.raises(NvmlError, match=call):
+        nvml.make_instance(uuid, small, 0)
+    assert read(faces).instances == ()
+    # What cannot even be taken back stays half made, and is no device of anybody.
+    faces.machine.fail("nvmlGpuInstanceCreateComputeInstance", NvmlCode.UNKNOWN, times=1)
+    faces.machine.fail("nvmlGpuInstanceDestroy", NvmlCode.UNKNOWN, times=1)
+    with pytest.raises(NvmlError, match="cannot be destroyed"):
+        nvml.make_instance(uuid, small, 0)
+    (half,) = read(faces).instances
+    assert (half.computes, half.whole, read(faces).devices) == ((), False, ())
+    nvml.destroy_instance(uuid, half.number)
+    assert read(faces).instances == ()
+
+
+def test_mig_mode_is_switched(faces: Faces) -> None:
+    uuid = faces.uuids[0]
+    assert faces.agree("partition", uuid)[1] == NvmlCode.NOT_SUPPORTED  # type: ignore[index]
+    assert faces.agree("mig_needs_reset", uuid) is False
+    faces.machine.gpu(0).mig_needs_reset = 1
+    assert faces.agree("mig_needs_reset", uuid) is True
+    faces.machine.processes.start(0, 4711)
+    for nvml in (faces.real, faces.python):
+        with pytest.raises(NvmlError, match="in use"):
+            nvml.set_mig_mode(uuid, enabled=True)
+    faces.machine.processes.stop(4711)
+    faces.real.set_mig_mode(uuid, enabled=True)
+    assert read(faces).instances == ()
+    number = faces.real.make_instance(uuid, profile(faces, 1, 1), 0)
+    for nvml in (faces.real, faces.python):
+        with pytest.raises(NvmlError, match="in use"):
+            nvml.set_mig_mode(uuid, enabled=False)
+    faces.real.destroy_instance(uuid, number)
+    faces.python.set_mig_mode(uuid, enabled=False)
+    assert faces.agree("partition", uuid)[1] == NvmlCode.NOT_SUPPORTED  # type: ignore[index]
+
+
+@pytest.mark.parametrize("faces", ["t4-4"], indirect=True)
+def test_a_gpu_without_mig_says_so(faces: Faces) -> None:
+    uuid = faces.uuids[0]
+    assert faces.agree("partition", uuid)[1] == NvmlCode.NOT_SUPPORTED  # type: ignore[index]
+    assert faces.agree("mig_needs_reset", uuid) is True
+    for nvml in (faces.real, faces.python):
+        with pytest.raises(NvmlError, match="not supported"):
+            nvml.set_mig_mode(uuid, enabled=True)
