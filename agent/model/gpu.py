@@ -39,6 +39,8 @@ class Gpu:
     mig_enabled: bool = False
     numa_node: int | None = None  # None: the machine names none
     instances: tuple[Instance, ...] = ()  # in MIG mode, in the driver's order
+    # How the driver switches its MIG mode: "live", or by a "reset" of the GPU; empty: it has none.
+    mig_switch: str = ""
 
 
 def normalise_bus_id(text: str) -> str:

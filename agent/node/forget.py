@@ -6,8 +6,7 @@ from agent.cluster.api import KubeApi
 from agent.cluster.node import NodeObject, read_node
 from agent.modes.cordons import ANNOTATION as CORDON
 from agent.node.conditions import CONDITION
-from agent.node.instance_labels import of_instances
-from agent.node.labels import GFD_MARK
+from agent.node.labels import GFD_MARK, of_instances
 from agent.node.scale_down import wanted
 from agent.node.taint import EFFECT, TAINT
 

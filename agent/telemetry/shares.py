@@ -11,7 +11,7 @@ from agent.model.growth import Growth, Place
 from agent.model.holding import Record
 from agent.model.ids import BadDeviceId, parse
 from agent.model.modes import MODE_OF_UNIT, PAIRS, Mode
-from agent.model.units import REPLICA
+from agent.model.units import INSTANCE, REPLICA
 
 NO_SLICES: Mapping[str, int] = MappingProxyType({})
 NO_GROWTH: Mapping[Place, Growth] = MappingProxyType({})
@@ -30,7 +30,8 @@ class ContainerShare:
     mode: Mode
     core_limit: float | None  # 0..1 of the GPU; None: nothing was said of cores
     memory_limit: int  # bytes
-    # 0..1 of the GPU as bills count it: the larger of its parts of cores and memory. None: not known.
+    # 0..1 of the GPU as bills count it: the larger of its parts of cores and memory, of instances that of
+    # memory. None: not known.
     held: float | None = None
     sharers: int = 1  # containers that have it together, by one claim
 
@@ -49,6 +50,7 @@ class _Units:
     mode: Mode
     whole: bool = False
     slices: int = 0
+    instances: int = 0  # bytes of memory that they have
     cores: int = 0
     memory: int = 0
     grown: Growth = _NOT_GROWN
@@ -65,6 +67,7 @@ def shares_of(
 
     `slices`: of each GPU, as far as it is known. `grown`: what containers have beyond the kubelet's records.
     """
+    parts = {each.uuid: (uuid, each.memory_bytes) for uuid, gpu in gpus.items() for each in gpu.instances}
     found: dict[Place, _Units] = _claimed(pods)
     for holding in pods.holdings:
         if not holding.listed:
@@ -74,7 +77,8 @@ def shares_of(
                 unit = parse(text)
             except BadDeviceId:
                 continue
-            key = (holding.namespace, holding.pod, holding.container, unit.gpu)
+            gpu, size = parts.get(unit.gpu, (unit.gpu, 0))
+            key = (holding.namespace, holding.pod, holding.container, gpu)
             units = found.get(key)
             if units is None:
                 units = found[key] = _Units(MODE_OF_UNIT[unit.unit])
@@ -84,6 +88,8 @@ def shares_of(
                 units.memory += _BLOCK_BYTES[unit.unit]
             elif unit.unit is REPLICA:
                 units.slices += 1
+            elif unit.unit is INSTANCE:
+                units.instances += size
             else:
                 units.whole = True
     for key, growth in grown.items():
@@ -122,9 +128,12 @@ def _share(key: Place, units: _Units, gpu: Gpu, slices: Mapping[str, int]) -> Co
     promised = units.cores + units.grown.cores
     cores = 1.0 if whole or units.slices else promised / CORES if promised else None
     memory = gpu.memory_bytes if whole or units.slices else units.memory + units.grown.memory_bytes
+    memory += units.instances
     held: float | None
     if units.slices:
         held = units.slices / slices[uuid] if uuid in slices else None
+    elif units.mode.row.partitioned:
+        held = min(1.0, memory / gpu.memory_bytes) if gpu.memory_bytes else None
     elif whole or pair is None:
         held = 1.0
     else:
