@@ -1,7 +1,9 @@
 """Instances of GPUs in MIG mode, by the resource names of NVIDIA's plugin; the ID is the instance's UUID."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import inf
 from time import monotonic
+from types import MappingProxyType
 
 from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
@@ -9,6 +11,7 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.follow import follow
 from agent.kubelet.plugin_types import Allocation, Refused
+from agent.kubelet.service import GRANT_SECONDS
 from agent.lists.single import SingleResource
 from agent.model.gpu import Instance
 from agent.model.modes import Assignment, GpuMode, Mode
@@ -33,10 +36,14 @@ class MigPlugin(SingleResource):
         injector: Injector,
         *,
         of_any_profile: bool = False,
+        leaving: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """`leaving`: why an instance is handed out no more, in words, by its UUID."""
         super().__init__(resource, inventory, modes, record)
         self._injector = injector
         self._of_any_profile = of_any_profile
+        self._leaving = leaving
+        self._handed: dict[str, float] = {}  # when each ID was handed out last, by the monotonic clock
         self._seen: dict[str, tuple[str, float]] = {}  # GPU of each ID, and when the driver listed it last
         self.lists = Cell(self._encoded(modes.value))
 
@@ -90,7 +97,12 @@ class MigPlugin(SingleResource):
         if trouble := self._trouble(state, device_id):
             raise Refused(f"{where} is unhealthy: {trouble}; it is handed out again when it has recovered")
 
+    def granted_lately(self, instance: str, read: float) -> bool:
+        """Whether it was handed out so lately that a reading which began at `read` may not show it."""
+        return self._handed.get(instance, -inf) > read - GRANT_SECONDS
+
     def _given(self, ids: Sequence[str]) -> Allocation:
+        self._handed |= dict.fromkeys(ids, monotonic())
         found = [
             (state.gpu, each)
             for state in self._inventory.value.gpus
@@ -100,6 +112,9 @@ class MigPlugin(SingleResource):
         return self._injector.instances(found)
 
     def _trouble(self, state: GpuState, instance: str) -> str:
-        if all(each.uuid != instance for each in state.gpu.instances):
+        # The driver may give one of another profile, made in its place, the same UUID.
+        if not any(each.uuid == instance and self._sells(each) for each in state.gpu.instances):
             return "the driver lists it no more"
+        if leaving := self._leaving.get(instance):
+            return leaving
         return state.trouble_of(instance) or self._injector.lacks_device(instance)

@@ -1,12 +1,16 @@
-"""The wing of MIG: instances that are there are offered, live; none is made or destroyed here."""
+"""The wing of MIG: instances that are there are offered, live, and made and destroyed as layouts say."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar, Self
 
 import anyio
 
 from agent.inventory.snapshot import GpuState
 from agent.kubelet.plugin_types import ResourcePlugin
+from agent.mig.layouts import Layouts
+from agent.mig.made import MadeBook
+from agent.mig.mig_mode import MigSwitch
 from agent.mig.plugin import MigPlugin, resource_of
 from agent.model.gpu import Gpu
 from agent.model.look import Look
@@ -23,6 +27,7 @@ WHOLE_RESOURCE = Mode.PGPU.resources[0]  # by which strategy single offers them
 
 class MigWing(Wing):
     mode: ClassVar[Mode] = Mode.MIG
+    prepares: ClassVar[bool] = True  # its MIG mode is turned on, where the agent may do that
 
     def __init__(self, node: Node) -> None:
         """See `build`."""
@@ -30,6 +35,9 @@ class MigWing(Wing):
         self._single = node.settings.mig.strategy == "single"
         self._plugins: dict[str, MigPlugin] = {}
         self._used: Mapping[str, int] = {}  # bytes in use, by instance
+        self._book = MadeBook(Path(node.settings.host.state))
+        self._layouts = Layouts(node, self._book, lambda: tuple(self._plugins.values()))
+        self._switch = MigSwitch(node, self._book)
 
     @classmethod
     def checks(cls, settings: Settings, machine: Machine) -> Iterator[Look]:
@@ -44,7 +52,10 @@ class MigWing(Wing):
 
     @classmethod
     async def build(cls, node: Node) -> Self:
-        return cls(node)
+        self = cls(node)
+        if node.settings.mig.manage:
+            await self._book.load()
+        return self
 
     def plugins(self) -> Sequence[ResourcePlugin]:
         """One for each profile that was ever seen; with strategy single one for all."""
@@ -58,19 +69,19 @@ class MigWing(Wing):
             if resource not in self._plugins:
                 node = self._node
                 parts = (node.snapshot, node.assignment, node.holdings, node.injector)
-                self._plugins[resource] = MigPlugin(resource, *parts, of_any_profile=self._single)
+                self._plugins[resource] = MigPlugin(
+                    resource, *parts, of_any_profile=self._single, leaving=self._layouts.leaving
+                )
         return tuple(self._plugins.values())
 
     def tasks(self) -> Sequence[Task]:
-        return [Task("mig memory", self._measure)]
+        tasks = [Task("mig memory", self._measure)]
+        return [*tasks, Task("mig layouts", self._layouts.run)] if self._node.settings.mig.manage else tasks
 
     def obstacle(self, state: GpuState) -> str:
         gpu = state.gpu
         if not gpu.mig_enabled:
-            return (
-                "the GPU is not in MIG mode, and the agent does not switch that; "
-                f"turn it on with nvidia-smi -i {gpu.index} -mig 1, or ask for another mode"
-            )
+            return self._switch.obstacle(gpu)
         profiles = {each.profile for one in self._node.snapshot.value.gpus for each in one.gpu.instances}
         if self._single and len(profiles) > 1:
             return (
@@ -79,11 +90,22 @@ class MigWing(Wing):
             )
         return ""
 
+    async def prepare(self, gpu: Gpu) -> None:
+        """See the interface: its MIG mode is turned on."""
+        await self._switch.turn_on(gpu)
+
+    async def give_back(self, gpu: Gpu) -> None:
+        """See the interface: MIG mode that was turned on for a layout is turned off again."""
+        await self._switch.turn_off(gpu)
+
     def gpu_facts(self, uuid: str) -> Document:
         state = self._node.snapshot.value.by_uuid.get(uuid)
         if state is None or not state.gpu.mig_enabled:
             return {}
+        layout = self._layouts.of(uuid)
+        way = {"wanted": layout.wanted, "steps": layout.steps, "problem": layout.problem} if layout else None
         return {
+            "layout": way,
             "instances": [
                 {
                     "uuid": each.uuid,
@@ -91,20 +113,37 @@ class MigWing(Wing):
                     "memoryBytes": each.memory_bytes,
                     "memoryUsedBytes": self._used.get(each.uuid),
                     "cause": state.trouble_of(each.uuid),
+                    "leaving": self._layouts.leaving.get(each.uuid, ""),
+                    "made": "agent" if self._layouts.made_here(uuid, each.uuid) else "others",
                 }
                 for each in state.gpu.instances
-            ]
+            ],
         }
 
     def remarks(self) -> Sequence[str]:
-        return [text for gpu in self._offered() if (text := _lacking(gpu))]
+        found = []
+        for gpu in self._offered():
+            layout = self._layouts.of(gpu.uuid)
+            if layout and layout.problem:
+                found.append(f"GPU {gpu.index} has not the instances of its layout: {layout.problem}")
+            elif text := "" if layout and layout.steps else _lacking(gpu):
+                found.append(text)
+        return found
 
     def metrics(self) -> Iterator[Series]:
+        for (action, result), count in self._layouts.changes.items():
+            yield d.INSTANCE_CHANGES, count, (action, result)
         for gpu in self._offered():
+            if layout := self._layouts.of(gpu.uuid):
+                yield d.INSTANCE_STEPS, len(layout.steps), (gpu.uuid, str(gpu.index))
             state = self._node.snapshot.value.by_uuid[gpu.uuid]
             for each in gpu.instances:
                 labels = (gpu.uuid, str(gpu.index), each.uuid, each.profile)
-                yield d.INSTANCE_HEALTHY, float(not state.trouble_of(each.uuid)), labels
+                yield (
+                    d.INSTANCE_HEALTHY,
+                    float(not (state.trouble_of(each.uuid) or each.uuid in self._layouts.leaving)),
+                    labels,
+                )
                 yield d.INSTANCE_MEMORY_TOTAL, each.memory_bytes, labels
                 if each.uuid in self._used:
                     yield d.INSTANCE_MEMORY_USED, self._used[each.uuid], labels

@@ -160,6 +160,7 @@ class NvmlBinding:
             mig_enabled=partitioned,
             numa_node=self._numa_node(bus_id) if bus_id else None,
             instances=instances_of(handle) if partitioned else (),
+            mig_switch="" if mig is None else partitioning.way_of_switching(handle),
         )
 
     def probe(self, uuid: str) -> Probe:
@@ -268,11 +269,8 @@ class NvmlBinding:
     def destroy_instance(self, uuid: str, number: int) -> None:
         partitioning.destroy(self._handle(uuid), number)
 
-    def mig_needs_reset(self, uuid: str) -> bool:
-        return partitioning.needs_reset(self._handle(uuid))
-
-    def set_mig_mode(self, uuid: str, *, enabled: bool) -> None:
-        partitioning.switch(self._handle(uuid), enabled=enabled)
+    def set_mig_mode(self, uuid: str, enabled: bool) -> None:
+        partitioning.switch(self._handle(uuid), enabled)
 
     def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
         limits = pynvml.c_nvmlGetMemoryLimits_v1_t(nameSpace=bytes(cgroup))

@@ -131,10 +131,11 @@ def destroy(handle: Opaque, number: int) -> None:
     call("nvmlGpuInstanceDestroy", instance)
 
 
-def needs_reset(handle: Opaque) -> bool:
-    return not read_fields(handle, [_WITHOUT_RESET]).get(_WITHOUT_RESET)
+def way_of_switching(handle: Opaque) -> str:
+    """See `Gpu.mig_switch`."""
+    return "live" if read_fields(handle, [_WITHOUT_RESET]).get(_WITHOUT_RESET) else "reset"
 
 
-def switch(handle: Opaque, *, enabled: bool) -> None:
+def switch(handle: Opaque, enabled: bool) -> None:
     if status := call("nvmlDeviceSetMigMode", handle, int(enabled)):
         raise error_for(status, "nvmlDeviceSetMigMode")

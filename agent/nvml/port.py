@@ -254,10 +254,7 @@ class NvmlPort(Protocol):
         Raises NvmlError with IN_USE while a process is on it; nothing is destroyed then.
         """
 
-    def mig_needs_reset(self, uuid: str) -> bool:
-        """Whether the driver resets the GPU to switch its MIG mode, as far as it says."""
-
-    def set_mig_mode(self, uuid: str, *, enabled: bool) -> None:
+    def set_mig_mode(self, uuid: str, enabled: bool) -> None:
         """Switch MIG mode, by a reset where one is needed. Needs root. Raises NvmlError: not in force."""
 
     def memory_limit(self, uuid: str, cgroup: Path) -> int | None:

@@ -193,14 +193,11 @@ class MigCalls(ABC):
             if pids:
                 raise error_for(NvmlCode.IN_USE, call, f"processes are on it: {', '.join(pids[:5])}")
 
-    def mig_needs_reset(self, uuid: str) -> bool:
-        """See the port."""
-        slot = self._handle(uuid)
-        gpu = self._mapping.gpu(slot)
-        known = self._offered("nvmlDeviceGetFieldValues", slot, has=bool(gpu.mig_capable))
-        return not known or bool(gpu.mig_needs_reset)
+    def _way_of_switching(self, slot: int) -> str:
+        known = self._offered("nvmlDeviceGetFieldValues", slot)
+        return "live" if known and not self._mapping.gpu(slot).mig_needs_reset else "reset"
 
-    def set_mig_mode(self, uuid: str, *, enabled: bool) -> None:
+    def set_mig_mode(self, uuid: str, enabled: bool) -> None:
         """See the port."""
         slot = self._handle(uuid)
         gpu, call = self._mapping.gpu(slot), "nvmlDeviceSetMigMode"

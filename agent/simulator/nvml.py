@@ -127,6 +127,7 @@ class SimulatedNvml(MigCalls):
             mig_enabled=partitioned,
             numa_node=gpu.numa_node if bus_id and gpu.numa_node >= 0 else None,
             instances=self._instances(slot) if partitioned else (),
+            mig_switch=self._way_of_switching(slot) if capable else "",
         )
 
     def probe(self, uuid: str) -> Probe:

@@ -278,6 +278,14 @@ _INSTANCE = (*_GPU, "instance", "profile")
 INSTANCE_HEALTHY = _gauge("instance_healthy", _INSTANCE, "1 if the instance can be offered, 0 if not.")
 INSTANCE_MEMORY_USED = _gauge("instance_memory_used_bytes", _INSTANCE, "Memory in use of the instance.")
 INSTANCE_MEMORY_TOTAL = _gauge("instance_memory_total_bytes", _INSTANCE, "Memory of the instance.")
+INSTANCE_STEPS = _gauge(
+    "instance_steps", _GPU, "Steps left from the instances to the layout; 0: it is reached."
+)
+INSTANCE_CHANGES = _counter(
+    "instance_changes",
+    ("action", "result"),
+    "Instances made and destroyed for layouts: make or destroy, done or failed.",
+)
 
 # Our own CDI specification; only where NVIDIA's generator is at hand.
 CDI_DEVICES = _gauge("cdi_devices", (), "GPUs that containers can get by the agent's own CDI specification.")

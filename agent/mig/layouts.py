@@ -1,0 +1,294 @@
+"""Brings the instances of each GPU to its layout, one after the other, while the others run and are offered.
+
+Each round looks at what is wanted, what the driver lists and who holds what, and takes the steps that can be
+taken; so a new layout half-way, a restart, a reset of the GPU and a failure need no cases of their own. An
+instance is destroyed only if this agent made it (`agent.mig.made`), it is offered no more, a reading of the
+kubelet's records that began afterwards names no holder, and the driver knows no process on it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import anyio
+import structlog
+
+from agent.inventory.snapshot import GpuState
+from agent.kit.backoff import Backoff
+from agent.kit.follow import repeat
+from agent.mig.made import MadeBook
+from agent.mig.placing import Making, Misfit, Standing, Steps, plan_layout, sentences
+from agent.mig.plugin import MigPlugin
+from agent.model.holding import Record
+from agent.model.modes import Mode, Offering
+from agent.modes.wing import Node
+from agent.nvml.nvml_errors import NvmlCode, NvmlError
+from agent.nvml.port import Partition
+
+log = structlog.get_logger()
+
+CALL_SECONDS = 30.0  # to make one takes the driver a second or so
+LOOK_SECONDS = 30.0  # at a GPU that cannot get its layout: others may destroy what stands in its way
+DRAIN_LOOK_SECONDS = 2.0
+BUSY_SECONDS = 5.0  # how long an instance on which there was a process counts as held
+FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 2.0, 300.0
+MOST_STEPS = 32  # of one GPU in one round
+LEAVING = "the layout of its GPU has no place for it: it is destroyed as soon as nobody holds it"
+ADMITTED = "a pod that is being admitted"
+NOT_KNOWN = "nobody knows whom: the kubelet does not say"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayout:
+    """The way of one GPU, for people."""
+
+    wanted: tuple[str, ...]
+    steps: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@dataclass
+class _Course:
+    """One GPU under a layout."""
+
+    told: GpuLayout | None = None
+    problem: str = ""  # of the last try
+    announced: object = None  # as which event it was reported last
+    reached: object = None  # what was wanted and there when it had its layout
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS))
+    retry_at: float = 0.0
+    retry_for: object = None  # a failure of other inputs is no reason to wait
+    busy: dict[int, tuple[str, float]] = field(default_factory=dict)  # by instance: who, until when
+    ours: frozenset[str] = frozenset()  # instances that this agent made, by UUID
+
+
+class Layouts:
+    """Of all GPUs that are offered in mode mig and have a layout."""
+
+    def __init__(self, node: Node, book: MadeBook, plugins: Callable[[], Sequence[MigPlugin]]) -> None:
+        self._node = node
+        self._book = book
+        self._plugins = plugins
+        self._courses: dict[str, _Course] = {}
+        self._marked: dict[str, frozenset[str]] = {}  # instances that leave, by GPU
+        self.leaving: dict[str, str] = {}  # why an instance is offered no more, by UUID
+        self.changes: Counter[tuple[str, str]] = Counter()  # by action and result
+
+    def of(self, uuid: str) -> GpuLayout | None:
+        """The way of a GPU; None: it has no layout."""
+        course = self._courses.get(uuid)
+        return course.told if course else None
+
+    def made_here(self, uuid: str, instance: str) -> bool:
+        course = self._courses.get(uuid)
+        return course is not None and instance in course.ours
+
+    async def run(self) -> None:
+        """Follow requests, GPUs and holders, for ever."""
+        await repeat(self._round, self._node.assignment, self._node.snapshot, self._node.holdings.cell)
+
+    async def _round(self) -> float | None:
+        assignment = self._node.assignment.value
+        wanted = {
+            uuid: mode.instances
+            for uuid, mode in assignment.gpus.items()
+            if mode.mode is Mode.MIG and mode.offering is Offering.OPEN and mode.instances
+        }
+        for uuid in self._courses.keys() - wanted.keys():
+            del self._courses[uuid]
+            self._mark(uuid, frozenset())
+        pauses = [await self._gpu(uuid, names) for uuid, names in wanted.items()]
+        return min((pause for pause in pauses if pause is not None), default=None)
+
+    async def _gpu(self, uuid: str, wanted: tuple[str, ...]) -> float | None:
+        """Take the steps of one GPU that can be taken; how long to wait then, unless something changes."""
+        state = self._node.snapshot.value.by_uuid.get(uuid)
+        if state is None or not state.healthy or not state.gpu.mig_enabled:
+            return None
+        course = self._courses.setdefault(uuid, _Course())
+        inputs = (wanted, state.gpu.instances)
+        if course.reached == inputs:
+            return None
+        left = course.retry_at - anyio.current_time()
+        if left > 0 and course.retry_for == inputs:
+            return left
+        try:
+            pause = await self._steps(state, course, wanted)
+        except Misfit as error:
+            self._mark(uuid, frozenset())
+            self._tell(state, course, GpuLayout(wanted, problem=str(error)))
+            return LOOK_SECONDS
+        except (NvmlError, OSError) as error:
+            course.problem = self._words(error)
+            steps = course.told.steps if course.told and course.told.wanted == wanted else ()
+            self._tell(state, course, GpuLayout(wanted, steps, course.problem))
+            course.retry_at, course.retry_for = anyio.current_time() + course.backoff.next(), inputs
+            return course.retry_at - anyio.current_time()
+        if course.problem and course.told:
+            course.problem = ""
+            self._tell(state, course, replace(course.told, problem=""))
+        course.backoff.reset()
+        # By the inventory as it was: it hears of the change later, and the GPU is looked at once more.
+        course.reached = inputs if pause is None else None
+        return pause
+
+    async def _steps(self, state: GpuState, course: _Course, wanted: tuple[str, ...]) -> float | None:
+        for _ in range(MOST_STEPS):
+            partition = await self._read(state.uuid)
+            there = self._standing(state.uuid, course, partition)
+            steps = plan_layout(partition.profiles, wanted, there)
+            # A failure stands until a try went well: one that goes on is one event.
+            self._tell(state, course, GpuLayout(wanted, tuple(sentences(steps)), course.problem))
+            going = frozenset(each.uuid for each in (*steps.destroy, *steps.drain) if each.uuid)
+            self._mark(state.uuid, going)
+            if not steps:
+                return None
+            destroyed = steps.destroy and await self._destroy(state, course, steps.destroy)
+            if not destroyed and not await self._make(state, steps):
+                break
+        return DRAIN_LOOK_SECONDS
+
+    async def _read(self, uuid: str) -> Partition:
+        partition = await self._node.calls.run(self._node.nvml.partition, uuid, deadline=CALL_SECONDS)
+        await self._book.look(uuid, partition)
+        return partition
+
+    def _standing(self, uuid: str, course: _Course, partition: Partition) -> list[Standing]:
+        names = {each.number: each.name for each in partition.profiles}
+        devices: dict[int, list[str]] = {}
+        for device in partition.devices:
+            devices.setdefault(device.gpu_instance, []).append(device.uuid)
+        found, ours = [], []
+        for each in partition.instances:
+            uuids = devices.get(each.number, [])
+            alone = uuids[0] if len(uuids) == 1 else ""
+            mine = self._book.is_ours(uuid, each, alone)
+            ours += [alone] if mine else []
+            holders = [
+                holder for text in uuids if (holder := self._holder(text, self._node.holdings.cell.value))
+            ]
+            busy, until = course.busy.get(each.number, ("", 0.0))
+            if not holders and anyio.current_time() < until:
+                holders = [busy]
+            adopted = self._node.settings.mig.adopt_foreign and each.whole and bool(alone)
+            found.append(
+                Standing(each, names.get(each.profile, ""), mine or adopted, "; ".join(holders), alone)
+            )
+        course.ours = frozenset(ours)
+        return found
+
+    def _holder(self, instance: str, record: Record | None) -> str:
+        """Who has an instance, in words; empty: nobody."""
+        if record is None:
+            return NOT_KNOWN
+        for holding in record.holdings:
+            if instance in holding.gpus:
+                return f"{holding.namespace}/{holding.pod}".removeprefix("/")
+        if any(plugin.granted_lately(instance, record.began) for plugin in self._plugins()):
+            return ADMITTED
+        return ""
+
+    async def _destroy(self, state: GpuState, course: _Course, going: Sequence[Standing]) -> bool:
+        """Destroy what nobody has by a reading that begins now; whether anything went."""
+        record = await self._node.holdings.refresh()
+        went = False
+        for each in going:
+            number = each.instance.number
+            if each.uuid and self._holder(each.uuid, record):
+                continue
+            try:
+                await self._node.calls.run(
+                    self._node.nvml.destroy_instance, state.uuid, number, deadline=CALL_SECONDS
+                )
+            except NvmlError as error:
+                self.changes["destroy", "failed"] += 1
+                if error.code != NvmlCode.IN_USE:
+                    raise
+                course.busy[number] = (str(error), anyio.current_time() + BUSY_SECONDS)
+                continue
+            went = True
+            self._changed(state, "destroy", each.profile, each.instance.start)
+        return went
+
+    async def _make(self, state: GpuState, steps: Steps) -> bool:
+        """Make what has room. Raises the first failure, when all others were tried."""
+        failure: NvmlError | None = None
+        for making in steps.makeable:
+            profile = making.profile
+            await self._book.intend(state.uuid, profile.number, making.start)
+            try:
+                await self._node.calls.run(
+                    self._node.nvml.make_instance, state.uuid, profile, making.start, deadline=CALL_SECONDS
+                )
+            except NvmlError as error:
+                self.changes["make", "failed"] += 1
+                failure = failure or _of(making, error)
+                continue
+            self._changed(state, "make", profile.name, making.start)
+        if failure:
+            with suppress(NvmlError):
+                await self._read(state.uuid)  # of what was intended nothing is there
+            raise failure
+        return bool(steps.makeable)
+
+    def _changed(self, state: GpuState, action: str, profile: str, start: int) -> None:
+        self.changes[action, "done"] += 1
+        event = "mig_instance_made" if action == "make" else "mig_instance_destroyed"
+        log.info(event, gpu=state.uuid, profile=profile, start=start)
+        self._node.read_again()
+
+    def _mark(self, uuid: str, going: frozenset[str]) -> None:
+        """Offer these instances of a GPU no more, and all others again: before anybody else can run."""
+        before = self._marked.get(uuid, frozenset())
+        if going == before:
+            return
+        self._marked[uuid] = going
+        for instance in before - going:
+            self.leaving.pop(instance, None)
+        self.leaving |= dict.fromkeys(going, LEAVING)
+        for plugin in self._plugins():
+            plugin.refresh()
+
+    def _tell(self, state: GpuState, course: _Course, layout: GpuLayout) -> None:
+        """Put the way into words for status; log it and make an event where it takes a turn."""
+        first, course.told = course.told is None, layout
+        waits = tuple(each for each in layout.steps if each.startswith("drain"))
+        announced: Mapping[str, object] = {
+            "wanted": layout.wanted,
+            "waits": waits,
+            "problem": layout.problem,
+            "reached": not layout.steps,
+        }
+        if announced == course.announced:
+            return
+        course.announced = announced
+        gpu, names = f"GPU {state.gpu.index} ({state.uuid})", ", ".join(layout.wanted)
+        if layout.problem:
+            log.warning("mig_layout_failed", gpu=state.uuid, wanted=layout.wanted, problem=layout.problem)
+            self._node.event("MIGLayoutFailed", f"{gpu}: {names}: {layout.problem}", warning=True)
+        elif layout.steps:
+            log.info("mig_plan", gpu=state.uuid, wanted=layout.wanted, steps=layout.steps)
+            self._node.event(
+                "MIGLayoutChanging", f"{gpu}: to {names}: {'; '.join(layout.steps)}", warning=False
+            )
+        elif not first:
+            log.info("mig_layout_reached", gpu=state.uuid, wanted=layout.wanted)
+            self._node.event("MIGLayoutReady", f"{gpu} has its instances: {names}", warning=False)
+
+    def _words(self, error: NvmlError | OSError) -> str:
+        if isinstance(error, OSError):
+            return f"nothing is made, since it cannot be written down: {error}"
+        driver = self._node.snapshot.value.driver
+        version = driver.version if driver else "of this node"
+        match error.code:
+            case NvmlCode.NO_PERMISSION:
+                return f"{error}: the agent may not; give it the privilege, by mig.manage of the chart"
+            case NvmlCode.FUNCTION_NOT_FOUND:
+                return f"{error}: driver {version} lacks it; take a newer one"
+        return f"{error}; it is tried again"
+
+
+def _of(making: Making, error: NvmlError) -> NvmlError:
+    text = f"{making.profile.name} at slice {making.start} cannot be made: {error}"
+    return NvmlError(error.code, error.call, text)
