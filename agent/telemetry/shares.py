@@ -67,8 +67,21 @@ def shares_of(
 
     `slices`: of each GPU, as far as it is known. `grown`: what containers have beyond the kubelet's records.
     """
+    found = _held(pods, gpus)
+    for key, growth in grown.items():
+        if key in found:
+            found[key].grown = growth
+    taken = Counter[str]()
+    for key, units in found.items():
+        taken[key[3]] += units.slices
+    # More may be held than there are while a layout with fewer waits for its turn.
+    there = {uuid: max(count, taken[uuid]) for uuid, count in slices.items()}
+    return tuple(_share(key, units, gpus[key[3]], there) for key, units in found.items() if key[3] in gpus)
+
+
+def _held(pods: Record, gpus: Mapping[str, Gpu]) -> dict[Place, _Units]:
     parts = {each.uuid: (uuid, each.memory_bytes) for uuid, gpu in gpus.items() for each in gpu.instances}
-    found: dict[Place, _Units] = _claimed(pods)
+    found = _claimed(pods)
     for holding in pods.holdings:
         if not holding.listed:
             continue  # plain init containers: their heirs have the same units, and run when they have ended
@@ -92,15 +105,7 @@ def shares_of(
                 units.instances += size
             else:
                 units.whole = True
-    for key, growth in grown.items():
-        if key in found:
-            found[key].grown = growth
-    taken = Counter[str]()
-    for key, units in found.items():
-        taken[key[3]] += units.slices
-    # More may be held than there are while a layout with fewer waits for its turn.
-    there = {uuid: max(count, taken[uuid]) for uuid, count in slices.items()}
-    return tuple(_share(key, units, gpus[key[3]], there) for key, units in found.items() if key[3] in gpus)
+    return found
 
 
 def _claimed(pods: Record) -> dict[Place, _Units]:
