@@ -117,14 +117,13 @@ proto: venv ## generate agent/_proto from proto/*.proto
 pictures: venv ## draw docs/pictures from real runs (minutes; ONLY=name for one; installs Debian's Chromium if missing)
 	$(PYTHON_IN_VENV) -m tests.pictures $(ONLY)
 
-docs: venv ## write the generated files: docs/metrics.md, the commands in docs/commands.md, the file kubectl-gpu, the values in docs/install.md, config/schema.json, config/platform, the chart's schema
+docs: venv ## write the generated files: docs/metrics.md, the commands in docs/commands.md, the file kubectl-gpu, config/schema.json, config/platform, the chart's schema
 	$(PYTHON_IN_VENV) -m tests.metrics_reference > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(PYTHON_IN_VENV) -c 'import json, agent.settings as s; print(json.dumps(s.schema(), indent=2))' \
 		> config/schema.json.new && mv config/schema.json.new config/schema.json
 	$(PYTHON_IN_VENV) -m tests.commands_reference
 	$(PYTHON_IN_VENV) -m tests.plugin_file
 	$(PYTHON_IN_VENV) -m tests.chart.schema
-	$(PYTHON_IN_VENV) -m tests.chart.values_table
 	$(PYTHON_IN_VENV) -m tests.chart.platform
 
 lock: venv ## resolve pyproject.toml again into the two locks

@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 PLUGIN_BEGIN, PLUGIN_END = "<!-- kubectl gpu: written by make docs -->", "<!-- end of kubectl gpu -->"
 BEGIN, END = "<!-- commands: written by make docs -->", "<!-- end of commands -->"
 Row = tuple[str, argparse.ArgumentParser, str]  # path, parser, help
-LEFT_OUT = ("help", "config", "set", "namespace", *PASSED_ON)  # of every command; the page says so once
+LEFT_OUT = ("help", "config", "set", "namespace", "output", *PASSED_ON)  # of many; the page says so once
 
 
 def written() -> str:

@@ -1,32 +1,58 @@
 """Writes the reference of all metrics: `python -m tests.metrics_reference` gives `docs/metrics.md`."""
 
+from collections.abc import Iterator
+
 from agent.telemetry.definitions import ALL, PREFIX, Definition
 
 _HEAD = f"""# Metrics
 
 For on-call engineers and people who build dashboards; ten minutes, or look for the name that you need.
 
-Served at `/metrics` of the agent's HTTP port (9446 unless configured otherwise), in Prometheus' text format
-or OpenMetrics, gzipped on request. All names begin with `{PREFIX}`; units are base units. A scrape makes no
-NVML call: it shows what the agent read in its last sampling round (`sampling.intervalSeconds`).
+Served at `/metrics` (port 9446 by default) as Prometheus text or OpenMetrics. A scrape makes no NVML call:
+it shows the last sampling round (`sampling.intervalSeconds`). Names begin with `{PREFIX}` and end in their
+base unit; `_total` is a counter, `_info` a constant 1 whose labels say something, `_timestamp_seconds` and
+`_time_seconds` are since 1970, all others are gauges. `gpu` is the UUID, `index` NVML's index, which may
+change.
 
-`gpu` is the GPU's UUID, `index` its NVML index; the index may change, the UUID does not.
-
-This file is generated from `agent/telemetry/definitions.py` by `make docs`.
-
-| metric | kind | labels | meaning |
-| --- | --- | --- | --- |
+Made from `agent/telemetry/definitions.py` by `make docs`. The extender's:
+[extender.md](extender.md#metrics).
 """
+# Labels that a table's metrics have in common. The first that fits counts.
+_TABLES = {
+    "Each container and GPU": ("namespace", "pod", "container", "gpu", "index", "mode"),
+    "Each vGPU container": ("namespace", "pod", "container", "gpu"),
+    "Each GPU": ("gpu", "index"),
+    "Each GPU in mode mps": ("gpu",),
+    "Each resource": ("resource",),
+    "The node and the agent": (),
+}
 
 
 def reference() -> str:
     """The whole document, in Markdown."""
-    return _HEAD + "".join(_row(definition) for definition in ALL)
+    found: dict[str, list[Definition]] = {title: [] for title in ("Each GPU", *_TABLES)}
+    for definition in ALL:
+        found[next(title for title, common in _TABLES.items() if _has(definition, common))].append(definition)
+    return _HEAD + "".join(line for title, each in found.items() for line in _table(title, each))
 
 
-def _row(definition: Definition) -> str:
-    labels = ", ".join(f"`{label}`" for label in definition.labels)
-    return f"| `{definition.series}` | {definition.kind} | {labels} | {definition.help} |\n"
+def _has(definition: Definition, common: tuple[str, ...]) -> bool:
+    return definition.labels[: len(common)] == common
+
+
+def _table(title: str, definitions: list[Definition]) -> Iterator[str]:
+    common = _TABLES[title]
+    yield f"\n## {title}\n\n"
+    if common:
+        yield f"Labels {_quoted(common)}, and those that are named.\n\n"
+    yield "| metric | meaning |\n| --- | --- |\n"
+    for each in definitions:
+        more = _quoted(each.labels[len(common) :])
+        yield f"| `{each.series}`{' by ' if more else ''}{more} | {each.help} |\n"
+
+
+def _quoted(labels: tuple[str, ...]) -> str:
+    return ", ".join(f"`{label}`" for label in labels)
 
 
 if __name__ == "__main__":

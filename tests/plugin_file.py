@@ -11,6 +11,7 @@ FILE = ROOT / "charts" / "gpu-node-agent" / "files" / "kubectl-gpu"
 MODULES = (
     "kube",
     "view",
+    "claims",
     "fit",
     "cluster",
     "text",

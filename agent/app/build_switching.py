@@ -163,9 +163,9 @@ def _lingering(core: Core) -> Lingering:
 
     # Without the API server who is a stranger is never known.
     strangers = partial(pods_of_strangers, proc=proc)
-    departed = Departed(gpus, strangers, record.known_pods) if core.cluster else None
+    departed = Departed(gpus, strangers, record.known_pods, record.take_vanished) if core.cluster else None
     pids = ProcessSweep(core.nvml, core.calls).pids
-    return Lingering(record.gpus_by_pod, pids, Owners(proc).of, record.cell, departed)
+    return Lingering(record.gpus_by_pod, pids, Owners(proc).of, record.holders, departed)
 
 
 def _unexplained(core: Core, sampler: Sampler, lingering: Lingering) -> Unexplained:

@@ -1,7 +1,7 @@
 """How long the extender waits for whom, in seconds, and in which order these times must stand.
 
-Each has to outlast the one above it, or the ledger lets go of GPUs that are held; docs/extender.md has the
-table, `tests/unit/extender/test_times.py` the order.
+Each has to outlast the one above it, or the ledger lets go of GPUs that are held; the table of all of them is
+in `tests/unit/extender/test_times.py`.
 """
 
 from agent.cluster.reflector import SILENCE_SECONDS

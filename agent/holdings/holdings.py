@@ -76,6 +76,7 @@ class HoldingsWatch:
         self._record = Evidence()
         # Pods whose objects are gone, until the kubelet says whether their containers are, too.
         self._doubted: Mapping[str, PodEvidence] = {}
+        self._vanished: set[str] = set()
         self._differs = False  # whether a call has read something else than what was published last
         # The pods of this node by the API server, and the cell that is published when they change.
         self.view: Callable[[], View] = View
@@ -92,6 +93,8 @@ class HoldingsWatch:
         self._checkpoint_known = False  # whether this process has read it at least once
         self._unreadable: str | None = None  # the checkpoint, and why
         self.cell: Cell[Record | None] = Cell(None)  # None: never read, or not readable now
+        # Published when somebody holds something else, also while the kubelet does not answer: `gpus_by_pod`.
+        self.holders: Cell[int] = Cell(0)
         self.problem: str | None = "PodResources has not been read yet"
         self._allocations: Cell[int] = Cell(0)
 
@@ -119,6 +122,11 @@ class HoldingsWatch:
             if uid := uids.get((each.namespace, each.pod)):
                 found[uid] = found.get(uid, frozenset()) | each.gpus
         return found
+
+    def take_vanished(self) -> Collection[str]:
+        """UIDs of pods that asked for devices and went before any record had shown what they held; once."""
+        vanished, self._vanished = self._vanished, set()
+        return vanished
 
     def known_pods(self) -> frozenset[str] | None:
         """UIDs of all pods that the API server or the kubelet knows; None: that cannot be said now."""
@@ -214,6 +222,7 @@ class HoldingsWatch:
             over = {pods[uid].key for uid in ended if view.ended(uid)}
             doubted = (record.joined.unfinished | asked) - view.pods.keys()
             before = {**self._doubted, **record.pods}
+            self._vanished |= asked - before.keys() - view.pods.keys() - view.contested
             record = join(
                 record, record.listed, record.entries, view, same_kubelet=True, fresh=False, over=over
             )
@@ -223,6 +232,7 @@ class HoldingsWatch:
             self._record = replace(record, joined=replace(record.joined, ended=ended, unfinished=unfinished))
             if doubted:
                 self.allocated()  # as after an Allocate: the kubelet's word comes next
+            self.holders.publish(self.holders.value + 1)
             if self.problem is None:
                 self._publish()
 
@@ -298,7 +308,10 @@ class HoldingsWatch:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended
             self._record, self._answered_by, self._doubted = record, kubelet, {}
-        self._differs = self._differs or record.joined != self.cell.value
+        if record.joined != self.cell.value:
+            # Read by a call: it is published by the next `refresh`, which may fail.
+            self._differs = True
+            self.holders.publish(self.holders.value + 1)
         return record.joined
 
     async def _entries(self) -> Entries:
@@ -342,4 +355,5 @@ class HoldingsWatch:
     def _publish(self) -> None:
         if self._differs or self._record.joined != self.cell.value:
             self._differs = False
+            self.holders.publish(self.holders.value + 1)
             self.cell.publish(self._record.joined)

@@ -111,6 +111,8 @@ def join(
     # Listed pods that may be any of those that are known by their UIDs alone.
     unnamed = keys - alive - set(named.values())
     unseen = unnamed - {pod.key for pod in view.pods.values()}
+    # Entries of before have what this kubelet has forgotten, too.
+    written = entries.keys() if read else entries.keys() - _forgotten(before)
 
     def handed_on(pod: PodEvidence) -> bool:
         """Whether the kubelet lists any of its units for another one."""
@@ -143,7 +145,8 @@ def join(
         key = known.key if known else named.get(uid, earlier.key)
         found = matches.get(uid, {})
         holdings = {
-            place: found.get(place) or _unlisted(earlier.holdings.get(place), key, uid, place, ids)
+            place: found.get(place)
+            or _unlisted(earlier, key, uid, place, ids, known=(uid, *place) in written)
             for place, ids in held.items()
         }
         pod = PodEvidence(key, known is not None or earlier.watched, holdings)
@@ -248,15 +251,30 @@ def _matches(
     return found
 
 
+def _forgotten(evidence: Evidence) -> set[tuple[str, str, str]]:
+    """Holdings of living pods that the kubelet neither lists nor has in its checkpoint."""
+    return {
+        (uid, *place)
+        for uid, pod in evidence.pods.items()
+        for place, holding in pod.holdings.items()
+        if holding.source is Source.FORGOTTEN
+    }
+
+
 def _unlisted(
-    earlier: Holding | None, key: PodKey | None, uid: str, place: Place, ids: frozenset[str]
+    pod: PodEvidence, key: PodKey | None, uid: str, place: Place, ids: frozenset[str], *, known: bool
 ) -> Holding:
-    """A holding that the kubelet does not list; the same object as before where nothing changed."""
-    names = key or ("", f"pod with UID {uid}")
+    """A holding that the kubelet does not list; the same object as before where nothing changed.
+
+    `known`: its checkpoint has it.
+    """
+    source = Source.CHECKPOINT if known else Source.FORGOTTEN
+    earlier, names = pod.holdings.get(place), key or ("", f"pod with UID {uid}")
+    same = earlier and (earlier.namespace, earlier.pod) == names and earlier.id_set == ids
     # One that the kubelet listed before goes on as it was: it will list it again.
-    if earlier and (earlier.namespace, earlier.pod) == names and earlier.id_set == ids:
+    if earlier and same and (earlier.listed or earlier.source is source):
         return earlier
-    return Holding(*names, *place, tuple(sorted(ids)), source=Source.CHECKPOINT)
+    return Holding(*names, *place, tuple(sorted(ids)), source=source)
 
 
 def _keys(listed: Record) -> frozenset[PodKey]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections import Counter
 
+from agent.kubectl.claims import claimants
 from agent.kubectl.fit import lacks
 from agent.kubectl.kube import Get, MissingRight
 from agent.kubectl.view import (
@@ -38,6 +39,8 @@ def cluster_view(get: Get, namespace: str, names: bool = True) -> Document:
     seen = visible_pods(get, namespace, missing, UNBOUND if quiet else UNFINISHED)
     found = [view for node in nodes or () if (view := node_view(node, seen))]
     sorted_nodes = sorted(found, key=lambda each: str(each["name"]))
+    waiters = [pod for pod in seen.pods if is_waiting(pod)]
+    waiters += claimants(get, namespace, [pod for pod in seen.pods if pod not in waiters], missing)
     return {
         "at": dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "nodesKnown": nodes is not None,
@@ -47,7 +50,7 @@ def cluster_view(get: Get, namespace: str, names: bool = True) -> Document:
             for pod in seen.pods
             if (node := pod.get("spec", {}).get("nodeName")) and asks(pod)
         ],
-        "waiting": [waiting(pod, sorted_nodes) for pod in seen.pods if is_waiting(pod)],
+        "waiting": [waiting(pod, sorted_nodes) for pod in waiters],
         "events": last_events(get, seen, missing),
         "missing": missing,
     }

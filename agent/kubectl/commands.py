@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
+from agent.kubectl.claims import claim_names, explained_claimant, explained_claims
 from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import Conflict, Kubectl, KubectlFailed, MissingRight, NotFound
 from agent.kubectl.text import (
@@ -43,7 +44,7 @@ MODE_LABEL = "nvidia-device-enable"
 WATCH_SECONDS = 2.0
 CONFLICTS = 4  # tries more where an object changes between reading and writing
 ALIASES = {"enable": "vgpu", "disable": "none"}  # as the agent's state annotation names them
-WORDS = ("pgpu", "vgpu", "mps", "mig", "none", *ALIASES)  # all others are names of layouts
+WORDS = ("pgpu", "vgpu", "mps", "mig", "dra", "none", *ALIASES)  # all others are names of layouts
 ALL_DRAIN = "all GPUs in another mode drain until their pods end"
 ENDED = ("Succeeded", "Failed")
 TRY_RESOURCES = {
@@ -120,22 +121,27 @@ def _explained(kubectl: Kubectl, pod: Document, namespace: str) -> list[str]:
     missing: list[str] = []
     if pod.get("status", {}).get("phase") in ENDED:
         return explained_end(pod)
-    if not asks(pod):
+    if not asks(pod) and not claim_names(pod):
         return [f"pod {namespace}/{pod['metadata']['name']} asks for no GPU; see its events"]
     where = pod["spec"].get("nodeName")
     seen = visible_pods(kubectl.get, namespace, missing)
     seen = VisiblePods([*seen.pods, pod])
+    claims = explained_claims(kubectl.get, pod)
     try:
         if where:
             node = node_view(kubectl.get(f"/api/v1/nodes/{_quoted(where)}"), seen)
-            lines = explained_running(pod, node)
+            lines = [*explained_running(pod, node), *claims]
         else:
             nodes = [
                 view for each in kubectl.get("/api/v1/nodes")["items"] if (view := node_view(each, seen))
             ]
-            lines = explained_waiting(pod, {"nodes": nodes})
+            lines = (
+                [*explained_waiting(pod, {"nodes": nodes}), *claims]
+                if asks(pod)
+                else explained_claimant(pod, claims, nodes)
+            )
     except MissingRight as error:
-        lines = [*_without_nodes(pod, where), str(error)]
+        lines = [*_without_nodes(pod, where), *claims, str(error)]
     events = _events_of(kubectl, pod, namespace, missing)
     # Names of other pods are all that the right to list them would add.
     hints = [text for text in missing if "list pods" not in text]

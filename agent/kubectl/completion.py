@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import quote
 
+from agent.kubectl.claims import claim_names
 from agent.kubectl.kube import Kubectl, KubectlFailed
 from agent.kubectl.view import VisiblePods, asks, node_view
 
@@ -17,7 +18,7 @@ exec kubectl-gpu {COMPLETE} "$@"
 """
 NO_FILES = ":4"  # the end of an answer, as kubectl knows it: no names of files beside these
 ANSWER_SECONDS = 3
-MODES = ("pgpu", "vgpu", "mps", "disable")
+MODES = ("pgpu", "vgpu", "mps", "dra", "disable")
 
 
 def completions(root: argparse.ArgumentParser, words: Sequence[str], passed_on: Iterable[str]) -> list[str]:
@@ -92,4 +93,4 @@ def _nodes(kubectl: Kubectl) -> list[tuple[str, list[int]]]:
 def _pods(kubectl: Kubectl, namespace: str) -> list[str]:
     where = quote(namespace or kubectl.namespace(), safe="")
     pods = kubectl.get(f"/api/v1/namespaces/{where}/pods")["items"]
-    return [each["metadata"]["name"] for each in pods if asks(each)]
+    return [each["metadata"]["name"] for each in pods if asks(each) or claim_names(each)]

@@ -128,6 +128,8 @@ def lacks(node: Document, pod: Document) -> str:
         wants = sorted(wants_of(pod), key=lambda each: each.size, reverse=True)
     except NeverFits as error:
         return str(error)
+    if node["gpus"] and all(gpu["mode"] == "dra" for gpu in node["gpus"]):
+        return "its GPUs are devices of DRA, judged by kube-scheduler"
     # What does not fit alone is the better reason.
     for want in wants:
         if reason := _take(_free(node), want, node):

@@ -30,7 +30,14 @@ _READ = frozenset({("get", "nodes"), ("list", "nodes")})
 # Rights in the chart's templates/kubectl.yaml.
 ROLES = {
     "gpu-viewer": _READ,
-    "gpu-operator": _READ | {("patch", "nodes"), ("get", "pods"), ("list", "pods"), ("list", "events")},
+    "gpu-operator": _READ
+    | {
+        ("patch", "nodes"),
+        ("get", "pods"),
+        ("list", "pods"),
+        ("list", "events"),
+        *((verb, "resourceclaims") for verb in ("get", "list")),
+    },
 }
 
 Get = Callable[[str], Any]  # the object at a path of the API server; raises KubectlFailed

@@ -67,7 +67,7 @@ def plugin_parser() -> argparse.ArgumentParser:
         "switch", parents=[usual], help="say what will drain, then set a node's mode"
     )
     switch.add_argument("node", metavar="NODE")
-    switch.add_argument("mode", metavar="MODE", help="pgpu, vgpu, mps, disable, or a layout's name")
+    switch.add_argument("mode", metavar="MODE", help="pgpu, vgpu, mps, dra, disable, or a layout's name")
     switch.add_argument(
         "--wait", action="store_true", help="until it is in force; 1 if it is blocked or late"
     )

@@ -6,6 +6,7 @@ import datetime as dt
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from agent.kubectl.claims import DRA, free_devices
 from agent.kubectl.fit import NeverFits, fragments, lacks, wants_of
 from agent.kubectl.view import OTHER, PAIRS, Document, pod_name
 
@@ -49,6 +50,7 @@ def _node_row(node: Document) -> tuple[str, ...]:
     health = [f"{bad} unhealthy"] * (bad > 0) + [f"{cordoned} cordoned"] * (cordoned > 0)
     known = all(gpu["known"] for gpu in gpus)
     free = [f"{pieces['freeGpus']} GPUs"] if any(gpu["mode"] == "pgpu" for gpu in gpus) else []
+    free += [f"{free_devices(node)[0]} devices"] if any(gpu["mode"] == DRA for gpu in gpus) else []
     shared = any(gpu["mode"] in PAIRS for gpu in gpus)
     free += [f"{pieces['freeCores']} %"] if shared else []
     switching = node["phase"] != "applied"
@@ -173,7 +175,8 @@ def explained_running(pod: Document, node: Document | None) -> list[str]:
     if not mine:
         lines.append("it holds no GPU by the agent's newest record")
     for gpu, held in mine:
-        what = "a whole GPU" if gpu["mode"] == "pgpu" else _amount(gpu, held)
+        whole = gpu["mode"] == "pgpu" or (gpu["mode"] == DRA and not gpu["blockMiB"])
+        what = "a whole GPU" if whole else _amount(gpu, held)
         trouble = f"; the GPU is not healthy: {gpu['trouble']}" if not gpu["healthy"] else ""
         lines.append(f"  GPU {gpu['index']} ({gpu['uuid']}), mode {gpu['mode']}: {what}{trouble}")
         others = [

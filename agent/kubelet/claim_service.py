@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import anyio
 import structlog
@@ -15,11 +15,9 @@ from agent._proto import pluginregistration, v1, v1alpha1
 from agent._proto.k8s.io.kubelet.pkg.apis.dra import v1 as dra
 from agent.kit.cell import Cell
 from agent.kit.supervise import describe
-from agent.kubelet.grpc_server import Handlers
+from agent.kubelet.grpc_server import Handlers, received, send
 
 log = structlog.get_logger()
-
-M = TypeVar("M")
 
 SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/"
 # By the names of kubelets of 1.36 and later; the newest of each that both sides have counts.
@@ -122,7 +120,7 @@ class ClaimService:
         self._draining = False
 
     async def _prepare(self, stream: Stream[dra.PrepareRequest, dra.PrepareResponse]) -> None:
-        request = await _received(stream)
+        request = await received(stream, RECEIVE_SECONDS)
         names = [ClaimName(each.namespace, each.uid, each.name) for each in request.claims]
         try:
             found = await self._driver.prepare(names)
@@ -130,24 +128,24 @@ class ClaimService:
             log.exception("prepare_failed", claims=[each.name for each in names])
             raise GRPCError(Status.INTERNAL, f"the agent failed: {describe(error)}; see its log") from error
         claims = {each.uid: _encoded(found[each.uid]) for each in names}
-        await _send(stream, dra.PrepareResponse(claims=claims))
+        await send(stream, dra.PrepareResponse(claims=claims), SEND_SECONDS)
 
     async def _unprepare(self, stream: Stream[dra.UnprepareRequest, dra.UnprepareResponse]) -> None:
-        request = await _received(stream)
+        request = await received(stream, RECEIVE_SECONDS)
         names = [ClaimName(each.namespace, each.uid, each.name) for each in request.claims]
         await self._driver.unprepare(names)
         claims = {each.uid: dra.UnpreparedClaim() for each in names}
-        await _send(stream, dra.UnprepareResponse(claims=claims))
+        await send(stream, dra.UnprepareResponse(claims=claims), SEND_SECONDS)
 
     async def _watch(self, stream: Stream[Any, Any], version: Any) -> None:  # noqa: ANN401  as above
-        await _received(stream)
+        await received(stream, RECEIVE_SECONDS)
         health = self._driver.health
         with anyio.CancelScope() as scope:
             self._streams.add(scope)
             try:
                 while not self._draining:
                     seen, now = health.version, int(time.time())
-                    await _send(stream, _report(version, health.value, now))
+                    await send(stream, _report(version, health.value, now), SEND_SECONDS)
                     with anyio.move_on_after(HEALTH_SECONDS):
                         await health.wait_change(seen)
             finally:
@@ -156,20 +154,21 @@ class ClaimService:
     async def _info(
         self, stream: Stream[pluginregistration.InfoRequest, pluginregistration.PluginInfo]
     ) -> None:
-        await _received(stream)
-        await _send(
+        await received(stream, RECEIVE_SECONDS)
+        await send(
             stream,
             pluginregistration.PluginInfo(
                 type="DRAPlugin", name=self._driver.name, endpoint="", supported_versions=VERSIONS
             ),
+            SEND_SECONDS,
         )
 
     async def _notified(
         self,
         stream: Stream[pluginregistration.RegistrationStatus, pluginregistration.RegistrationStatusResponse],
     ) -> None:
-        status = await _received(stream)
-        await _send(stream, pluginregistration.RegistrationStatusResponse())
+        status = await received(stream, RECEIVE_SECONDS)
+        await send(stream, pluginregistration.RegistrationStatusResponse(), SEND_SECONDS)
         if status.plugin_registered:
             log.info("registered", driver=self._driver.name, way="plugins_registry")
         else:
@@ -207,23 +206,3 @@ def _report(version: Any, verdicts: Sequence[DeviceVerdict], now: int) -> Any:  
             for each in verdicts
         ]
     )
-
-
-async def _received(stream: Stream[M, Any]) -> M:
-    message: M | None = None
-    try:
-        with anyio.fail_after(RECEIVE_SECONDS):
-            message = await stream.recv_message()
-    except Exception as error:  # whatever decoders and grpclib's framing say of broken bytes
-        raise GRPCError(Status.INVALID_ARGUMENT, f"the request cannot be read: {describe(error)}") from error
-    if message is None:
-        raise GRPCError(Status.INVALID_ARGUMENT, "the request is empty")
-    return message
-
-
-async def _send(stream: Stream[Any, M], message: M) -> None:
-    try:
-        with anyio.fail_after(SEND_SECONDS):
-            await stream.send_message(message)
-    except TimeoutError as error:
-        raise GRPCError(Status.DEADLINE_EXCEEDED, "the answer was not read in time") from error

@@ -13,15 +13,22 @@ import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.to_thread
-from grpclib.const import Handler
+import structlog
+from grpclib.const import Handler, Status
+from grpclib.exceptions import GRPCError
 from grpclib.protocol import H2Protocol
-from grpclib.server import Server
+from grpclib.server import Server, Stream
 
+from agent.kit.supervise import describe
 from agent.kubelet.wire import Codec
+
+log = structlog.get_logger()
+
+M = TypeVar("M")
 
 # For a call that is under way at the stop. One that waits for a kubelet that is busy for longer is given up.
 DRAIN_SECONDS = 2.0
@@ -145,6 +152,32 @@ class DrainableServer:
                 connection.transport.abort()
             with anyio.move_on_after(CLOSE_SECONDS):
                 await server.wait_closed()
+
+
+async def received(stream: Stream[M, Any], seconds: float) -> M:
+    """The one message of a request. Raises GRPCError."""
+    message: M | None = None
+    try:
+        with anyio.move_on_after(seconds) as waited:
+            message = await stream.recv_message()
+    # Whatever decoders and grpclib's framing say of broken bytes; the one is as much the caller's fault
+    # as the other, and a traceback in our log would not help to find it.
+    except Exception as error:
+        raise GRPCError(Status.INVALID_ARGUMENT, f"the request cannot be read: {describe(error)}") from error
+    if waited.cancelled_caught:
+        raise GRPCError(Status.DEADLINE_EXCEEDED, f"no request came within {seconds:g} s")
+    if message is None:
+        raise GRPCError(Status.INVALID_ARGUMENT, "the request is empty")
+    return message
+
+
+async def send(stream: Stream[Any, M], message: M, seconds: float) -> None:
+    """Send one message, to a peer that reads it: others must not keep a handler. Raises GRPCError."""
+    with anyio.move_on_after(seconds) as waited:
+        await stream.send_message(message)
+    if waited.cancelled_caught:
+        log.warning("peer_reads_nothing", waited_seconds=seconds)
+        raise GRPCError(Status.DEADLINE_EXCEEDED, f"the answer was not read within {seconds:g} s")
 
 
 def _bound(path: Path) -> socket.socket:

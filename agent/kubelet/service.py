@@ -17,7 +17,7 @@ from agent._proto import pluginregistration, v1beta1
 from agent.kit.cell import Cell
 from agent.kit.supervise import describe
 from agent.kubelet import wire
-from agent.kubelet.grpc_server import Handlers
+from agent.kubelet.grpc_server import Handlers, received, send
 from agent.kubelet.plugin_types import Reason, Refused, ResourcePlugin
 from agent.model.ids import SEPARATOR
 
@@ -165,22 +165,23 @@ class DevicePluginService:
         """Send an answer; its IDs count as granted until a reading that began after it had left."""
         with self._handing_out(containers):
             try:
-                await _send(stream, message)
+                await send(stream, message, SEND_SECONDS)
             finally:
                 self._touch(containers)
 
     async def _options(self, stream: Stream[v1beta1.Empty, v1beta1.DevicePluginOptions]) -> None:
-        await _received(stream)
-        await _send(
+        await received(stream, REQUEST_SECONDS)
+        await send(
             stream,
             v1beta1.DevicePluginOptions(
                 pre_start_required=self.plugin.needs_pre_start,
                 get_preferred_allocation_available=self.plugin.offers_preference,
             ),
+            SEND_SECONDS,
         )
 
     async def _list_and_watch(self, stream: Stream[v1beta1.Empty, bytes]) -> None:
-        await _received(stream)
+        await received(stream, REQUEST_SECONDS)
         lists = self.plugin.lists
         self.stats.streams_opened += 1
         self.streams.publish(self.streams.value + 1)
@@ -191,7 +192,7 @@ class DevicePluginService:
             while not self._draining:
                 sent = lists.version
                 message = lists.value
-                await _send(stream, message)
+                await send(stream, message, SEND_SECONDS)
                 self.stats.lists_sent += 1
                 self.stats.bytes_sent += len(message)
                 self.stats.last_list_bytes = len(message)
@@ -220,7 +221,7 @@ class DevicePluginService:
     async def _preferred(
         self, stream: Stream[wire.PreferenceRequests, v1beta1.PreferredAllocationResponse]
     ) -> None:
-        requests = await _received(stream)
+        requests = await received(stream, REQUEST_SECONDS)
 
         chosen: list[Sequence[str]] = []
 
@@ -236,7 +237,7 @@ class DevicePluginService:
         await self._hand_out(stream, message, chosen)
 
     async def _allocate(self, stream: Stream[wire.AllocationRequests, v1beta1.AllocateResponse]) -> None:
-        requests = await _received(stream)
+        requests = await received(stream, REQUEST_SECONDS)
 
         async def answer() -> v1beta1.AllocateResponse:
             granted = [await self.plugin.allocate(ids) for ids in requests.containers]
@@ -255,23 +256,24 @@ class DevicePluginService:
     async def _pre_start(
         self, stream: Stream[v1beta1.PreStartContainerRequest, v1beta1.PreStartContainerResponse]
     ) -> None:
-        request = await _received(stream)
+        request = await received(stream, REQUEST_SECONDS)
 
         async def answer() -> v1beta1.PreStartContainerResponse:
             await self.plugin.pre_start(request.devices_ids)
             return v1beta1.PreStartContainerResponse()
 
-        await _send(stream, await self._bounded("PreStartContainer", PRE_START_SECONDS, answer))
+        await send(stream, await self._bounded("PreStartContainer", PRE_START_SECONDS, answer), SEND_SECONDS)
 
     async def _info(
         self, stream: Stream[pluginregistration.InfoRequest, pluginregistration.PluginInfo]
     ) -> None:
-        await _received(stream)
-        await _send(
+        await received(stream, REQUEST_SECONDS)
+        await send(
             stream,
             pluginregistration.PluginInfo(
                 type="DevicePlugin", name=self.plugin.resource, endpoint="", supported_versions=[API_VERSION]
             ),
+            SEND_SECONDS,
         )
         self.infos_given.publish(self.infos_given.value + 1)
 
@@ -279,8 +281,8 @@ class DevicePluginService:
         self,
         stream: Stream[pluginregistration.RegistrationStatus, pluginregistration.RegistrationStatusResponse],
     ) -> None:
-        status = await _received(stream)
-        await _send(stream, pluginregistration.RegistrationStatusResponse())
+        status = await received(stream, REQUEST_SECONDS)
+        await send(stream, pluginregistration.RegistrationStatusResponse(), SEND_SECONDS)
         if status.plugin_registered:
             self.last_status_error = None
             self.stats.registrations += 1
@@ -315,28 +317,3 @@ class DevicePluginService:
             raise GRPCError(Status.INTERNAL, text) from error
         finally:
             self.stats.count(call, outcome, time.perf_counter() - started)
-
-
-async def _received(stream: Stream[M, Any]) -> M:
-    message: M | None = None
-    try:
-        with anyio.move_on_after(REQUEST_SECONDS) as waited:
-            message = await stream.recv_message()
-    # Whatever decoders and grpclib's framing say of broken bytes; the one is as much the caller's fault
-    # as the other, and a traceback in our log would not help to find it.
-    except Exception as error:
-        raise GRPCError(Status.INVALID_ARGUMENT, f"the request cannot be read: {describe(error)}") from error
-    if waited.cancelled_caught:
-        raise GRPCError(Status.DEADLINE_EXCEEDED, f"no request came within {REQUEST_SECONDS:g} s")
-    if message is None:
-        raise GRPCError(Status.INVALID_ARGUMENT, "the request is empty")
-    return message
-
-
-async def _send(stream: Stream[Any, M], message: M) -> None:
-    """Send one message, to a peer that reads it: others must not keep a handler for ever."""
-    with anyio.move_on_after(SEND_SECONDS) as waited:
-        await stream.send_message(message)
-    if waited.cancelled_caught:
-        log.warning("peer_reads_nothing", waited_seconds=SEND_SECONDS)
-        raise GRPCError(Status.DEADLINE_EXCEEDED, f"the answer was not read within {SEND_SECONDS:g} s")

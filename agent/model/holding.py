@@ -35,6 +35,7 @@ class Source(Enum):
 
     LISTED = "listed"  # in the kubelet's PodResources
     CHECKPOINT = "checkpoint"  # in its checkpoint alone, as with plain init containers
+    FORGOTTEN = "forgotten"  # the same, of before: this kubelet knows nothing of it, and may ask for it again
     CLAIM = "claim"  # in its PodResources, as a device of a ResourceClaim
 
 
@@ -60,7 +61,7 @@ class Holding:
     @property
     def listed(self) -> bool:
         """Whether the kubelet lists it; else a plain init container may hold it, whether it runs or not."""
-        return self.source is not Source.CHECKPOINT
+        return self.source in (Source.LISTED, Source.CLAIM)
 
     @cached_property
     def id_set(self) -> frozenset[str]:

@@ -13,7 +13,7 @@ from typing import Self
 
 from agent.model.demand import CORES, Demand
 from agent.model.free_gpu import FreeGpu
-from agent.model.holding import Holder, Holding, Record
+from agent.model.holding import Holder, Holding, Record, Source
 from agent.model.ids import SEPARATOR
 from agent.model.pod import Pod
 from agent.model.units import ResourcePair
@@ -87,9 +87,14 @@ class PairHoldings:
 
     @cached_property
     def by_place(self) -> Mapping[tuple[Holder, PairMember], frozenset[str]]:
-        """Units of each member that each container holds."""
-        found = {(each.holder, PairMember.CORE): each.id_set for each in self.cores}
-        return {**found, **{(each.holder, PairMember.MEMORY): each.id_set for each in self.blocks}}
+        """Units of each member that each container holds by the kubelet's own word."""
+        both = ((PairMember.CORE, self.cores), (PairMember.MEMORY, self.blocks))
+        return {
+            (each.holder, member): each.id_set
+            for member, holdings in both
+            for each in holdings
+            if each.source is not Source.FORGOTTEN
+        }
 
     @cached_property
     def by_pod(self) -> Mapping[tuple[str, str], Sequence[Holding]]:

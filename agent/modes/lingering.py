@@ -29,12 +29,14 @@ Owners = Callable[[Iterable[int]], Mapping[int, ContainerRef | None]]
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """Finds pods that ended before this process began."""
+    """Finds pods that ended before this process, or any record, knew what they held."""
 
     gpus: Callable[[], Collection[str]]  # all of the node
     pods: Callable[[Iterable[int]], Mapping[int, str]]  # UIDs of processes' pods; it blocks
     # UIDs of all pods that the API server or the kubelet knows; None: these are not known now.
     known: Callable[[], Collection[str] | None]
+    # UIDs of pods that have gone, and of which no record said what they held; each is handed out once.
+    vanished: Callable[[], Collection[str]] = tuple
 
 
 class Lingering:
@@ -50,8 +52,8 @@ class Lingering:
     ) -> None:
         """`holders`: GPUs by the UIDs of the pods that hold them. `processes` leaves out what it cannot read.
 
-        `owners` blocks. `record` is published when holders change. `departed` None: nobody is looked for whom
-        this process has not seen.
+        `owners` blocks. `record` is published when `holders` change. `departed` None: nobody is looked for
+        whom this process has not seen.
         """
         self._holders = holders
         self._processes = processes
@@ -89,6 +91,9 @@ class Lingering:
         for gpu, uids in self._ended().items():
             self._left.setdefault(gpu, set()).update(uids)
         self._before = held = self._holders()
+        if self._departed and (vanished := self._departed.vanished()):
+            for gpu in self._departed.gpus():
+                self._left.setdefault(gpu, set()).update(vanished)
         if self._departed and (self._recalls or self._recalled):
             await self._recall(self._departed)
         for gpu in tuple(self._left):  # who holds it again, by the kubelet's word, has not ended

@@ -11,6 +11,7 @@ before off the lists for a while.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -106,9 +107,12 @@ class ModeSwitcher:
         self._gpus: dict[str, Gpu] = {}
         self._lingering = lingering
         self._unexplained = unexplained
+        self._looks: list[Cell[Any]] = [lingering.looks] if lingering else []
+        self._looks += [unexplained.withheld] if unexplained else []
         self._lacks = lacks or Cell("")
         self._claims = claims or ClaimRequests()  # without a door: nobody has any
         self._others: withheld.Withheld = {}  # who is on GPUs beside those that hold them
+        self._strangers: withheld.Withheld = {}  # those of them that hold units of another plugin
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
         self._draining = draining
         self._group: TaskGroup | None = None
@@ -129,9 +133,7 @@ class ModeSwitcher:
             self._group = group
             door = (self._claims.wanted, self._claims.listed)
             news = (self._inventory, self._desired, self._holdings.cell, self._cordons, *door, self._lacks)
-            looks: list[Cell[Any]] = [self._lingering.looks] if self._lingering else []
-            looks += [self._unexplained.withheld] if self._unexplained else []
-            group.start_soon(follow, self._wake_up, *news, *looks)
+            group.start_soon(follow, self._wake_up, *news, *self._looks)
             self._work(self._states)
             while not self._closing:
                 self._wake = anyio.Event()
@@ -196,10 +198,11 @@ class ModeSwitcher:
     def _withheld(self) -> withheld.Withheld:
         """GPUs that are to be off because of others on them, as last known; logged as they come and go."""
         before, pods = self._others, self._holdings.cell.value
-        if pods is not None:
-            stay = self._lingering.found if self._lingering else {}
-            others = self._unexplained.withheld.value if self._unexplained else {}
-            self._others = {**others, **withheld.held_by_strangers(pods, self._gpus), **stay}
+        if pods is not None:  # while the kubelet does not answer nobody knows of others
+            self._strangers = withheld.held_by_strangers(pods, self._gpus)
+        stay = self._lingering.found if self._lingering else {}
+        others = self._unexplained.withheld.value if self._unexplained else {}
+        self._others = {**others, **self._strangers, **stay}
         for uuid, reason in self._others.items():
             if before.get(uuid) != reason:
                 log.warning("gpu_withheld", gpu=uuid, reason=reason)
@@ -228,6 +231,7 @@ class ModeSwitcher:
         return handed_out_here(pods.by_gpu, had)
 
     def _kubelet_is_away(self, desired: Desired, plan: Plan) -> float:
+        self._close_used(plan.targets)
         self._show(
             Phase.SWITCHING, desired, f"waiting for the kubelet: {self._holdings.problem}", plan.targets
         )
@@ -277,9 +281,19 @@ class ModeSwitcher:
         if self._announcer:
             listed = {uuid: state.listed for uuid, state in closing.items()}
             ahead = Assignment(MappingProxyType({**self.assignment.value.gpus, **listed}))
-            await self._announcer.withdraw(ahead, publish)
+            async with anyio.create_task_group() as group:
+                group.start_soon(follow, partial(self._close_used, targets), *self._looks)
+                await self._announcer.withdraw(ahead, publish)
+                group.cancel_scope.cancel()
         else:
             await publish()
+
+    def _close_used(self, targets: Mapping[str, GpuMode]) -> None:
+        """Close what others use now: bound pods are waited for beside, or the kubelet's answer."""
+        for uuid, target in withheld.without(targets, self._withheld()).items():
+            state = self._states.get(uuid)
+            if state and uuid in self._others and state.stage is ModeStage.OFFERED:
+                self._change({uuid: transition.wanted(state, target)})
 
     def _tried_again(self, states: Mapping[str, ModeState]) -> dict[str, ModeState]:
         """All GPUs whose set-up failed, in one try, once it is due."""

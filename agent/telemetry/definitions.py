@@ -49,41 +49,32 @@ _GPU = ("gpu", "index")  # the UUID, and NVML's index, which may change
 GPU_INFO = _info(
     "gpu",
     (*_GPU, "product", "pci_bus_id", "compute_capability", "numa_node"),
-    "A GPU that was seen since the agent started, lost ones included; "
-    "numa_node is empty where the machine names none.",
+    "A GPU seen since the agent started, lost ones included; numa_node: empty where there is none.",
 )
 GPU_HEALTHY = _gauge("gpu_healthy", _GPU, "1 if the GPU can be offered, 0 if not.")
 GPU_UTILIZATION = _gauge(
-    "gpu_utilization_ratio", _GPU, "Share of the driver's last sample period in which a kernel ran."
+    "gpu_utilization_ratio", _GPU, "Part of the driver's last sample period in which a kernel ran."
 )
 GPU_MEMORY_UTILIZATION = _gauge(
-    "gpu_memory_utilization_ratio", _GPU, "Share of that period in which device memory was read or written."
+    "gpu_memory_utilization_ratio", _GPU, "Part of that period in which its memory was read or written."
 )
-GPU_MEMORY_USED = _gauge("gpu_memory_used_bytes", _GPU, "Device memory in use, by all processes.")
-GPU_MEMORY_TOTAL = _gauge("gpu_memory_total_bytes", _GPU, "Device memory there is.")
+GPU_MEMORY_USED = _gauge("gpu_memory_used_bytes", _GPU, "Memory in use, by all processes.")
+GPU_MEMORY_TOTAL = _gauge("gpu_memory_total_bytes", _GPU, "Memory there is.")
 GPU_POWER = _gauge("gpu_power_watts", _GPU, "Power drawn by the whole board.")
-GPU_TEMPERATURE = _gauge("gpu_temperature_celsius", _GPU, "Temperature of the GPU chip.")
-GPU_UTILIZATION_MEAN = _gauge(
-    "gpu_utilization_mean_ratio", _GPU, "Mean of the utilization over sampling.windowSeconds."
-)
-GPU_UTILIZATION_MOST = _gauge(
-    "gpu_utilization_max_ratio", _GPU, "The most utilization read over sampling.windowSeconds."
-)
-GPU_MEMORY_MOST = _gauge(
-    "gpu_memory_used_max_bytes", _GPU, "The most device memory in use over sampling.windowSeconds."
-)
-GPU_POWER_MEAN = _gauge("gpu_power_mean_watts", _GPU, "Mean power over sampling.windowSeconds.")
-GPU_POWER_MOST = _gauge("gpu_power_max_watts", _GPU, "The most power drawn over sampling.windowSeconds.")
-GPU_POWER_LIMIT = _gauge("gpu_power_limit_watts", _GPU, "Power limit in force.")
+GPU_TEMPERATURE = _gauge("gpu_temperature_celsius", _GPU, "Temperature of the chip.")
+GPU_UTILIZATION_MEAN = _gauge("gpu_utilization_mean_ratio", _GPU, "Its mean over sampling.windowSeconds.")
+GPU_UTILIZATION_MOST = _gauge("gpu_utilization_max_ratio", _GPU, "Its maximum over sampling.windowSeconds.")
+GPU_MEMORY_MOST = _gauge("gpu_memory_used_max_bytes", _GPU, "Maximum over sampling.windowSeconds.")
+GPU_POWER_MEAN = _gauge("gpu_power_mean_watts", _GPU, "Mean over sampling.windowSeconds.")
+GPU_POWER_MOST = _gauge("gpu_power_max_watts", _GPU, "Maximum over sampling.windowSeconds.")
+GPU_POWER_LIMIT = _gauge("gpu_power_limit_watts", _GPU, "Power limit.")
 GPU_ENERGY = _counter("gpu_energy_joules", _GPU, "Energy used since the driver was loaded.")
-GPU_TEMPERATURE_MOST = _gauge(
-    "gpu_temperature_max_celsius", _GPU, "The highest temperature over sampling.windowSeconds."
-)
+GPU_TEMPERATURE_MOST = _gauge("gpu_temperature_max_celsius", _GPU, "Maximum over sampling.windowSeconds.")
 GPU_CLOCK = _gauge("gpu_clock_hertz", (*_GPU, "clock"), "Clock rates: graphics, sm, memory, video.")
 GPU_THROTTLED = _gauge(
     "gpu_throttled",
     (*_GPU, "reason"),
-    "1 while clocks are held down for a reason: idle, applications_clocks, sw_power_cap, hw_slowdown, "
+    "1 while clocks are held down: idle, applications_clocks, sw_power_cap, hw_slowdown, "
     "sync_boost, sw_thermal, hw_thermal, hw_power_brake, display_clocks.",
 )
 GPU_ECC_ERRORS = _counter(
@@ -92,27 +83,27 @@ GPU_ECC_ERRORS = _counter(
 GPU_NVLINK = _counter(
     "gpu_nvlink_bytes",
     (*_GPU, "direction"),
-    "Data over all NVLinks of the GPU since the driver was loaded: sent, received.",
+    "Over all NVLinks since the driver was loaded: sent, received.",
 )
 GPU_NVLINK_ERRORS = _counter(
     "gpu_nvlink_errors",
     (*_GPU, "type"),
-    "Errors of all NVLinks of the GPU: crc_flit, crc_data, replay, recovery.",
+    "Of all NVLinks: crc_flit, crc_data, replay, recovery.",
 )
 GPU_PCIE = _gauge(
     "gpu_pcie_bytes_per_second",
     (*_GPU, "direction"),
-    "PCIe throughput, sent and received; only with sampling.pcieThroughput.",
+    "Sent and received; with sampling.pcieThroughput.",
 )
-_ACTIVITY = "only with sampling.activity, of GPUs and drivers that have it."
+_ACTIVITY = "with sampling.activity, where GPU and driver have it."
 GPU_ENGINE_ACTIVE = _gauge(
     "gpu_engine_active_ratio",
     _GPU,
-    f"Share of the time since the last sample in which work ran; {_ACTIVITY}",
+    f"Part of the time in which work ran; {_ACTIVITY}",
 )
-GPU_SM_ACTIVE = _gauge("gpu_sm_active_ratio", _GPU, f"Mean share of multiprocessors at work; {_ACTIVITY}")
+GPU_SM_ACTIVE = _gauge("gpu_sm_active_ratio", _GPU, f"Mean part of multiprocessors at work; {_ACTIVITY}")
 GPU_TENSOR_ACTIVE = _gauge(
-    "gpu_tensor_active_ratio", _GPU, f"Share of the time in which tensor cores worked; {_ACTIVITY}"
+    "gpu_tensor_active_ratio", _GPU, f"Part of the time in which tensor cores worked; {_ACTIVITY}"
 )
 GPU_MEMORY_BANDWIDTH = _gauge(
     "gpu_memory_bandwidth_ratio", _GPU, f"Used part of the memory's bandwidth; {_ACTIVITY}"
@@ -121,40 +112,37 @@ GPU_PROCESSES = _gauge("gpu_processes", _GPU, "Processes that use the GPU for co
 GPU_UNEXPLAINED = _gauge(
     "gpu_unexplained_processes",
     _GPU,
-    "Processes on the GPU of no pod that holds it. Missing where no mode is wanted for the GPU, where the "
-    "agent does not see the host's process IDs, and while it does not know who holds what.",
+    "Processes of no pod that holds the GPU. Missing without a mode, without the host's process IDs, and "
+    "while holders are not known.",
 )
 GPU_OTHER_MEMORY = _gauge(
     "gpu_other_memory_used_bytes",
     (*_GPU, "owner"),
-    "Device memory that is not put down to any container: of processes outside pods (host; an MPS server "
-    "among them), and of processes that cannot be attributed (unknown). Missing while the GPU cannot be "
-    "read.",
+    "Memory of no container: of processes outside pods (host; an MPS server among them), or that cannot be "
+    "attributed (unknown). Missing while the GPU cannot be read.",
 )
 GPU_SAMPLE_FAILURES = _counter(
-    "gpu_sample_failures", _GPU, "Readings of the moving figures that failed or did not come back in time."
+    "gpu_sample_failures", _GPU, "Readings that failed or did not come back in time."
 )
 GPU_HEALTH_STATE = _gauge(
     "gpu_health_state",
     (*_GPU, "state"),
-    "1 for the state that the GPU is in: healthy, suspect (offered and watched), unhealthy, probation.",
+    "1 for the state it is in: healthy, suspect (offered and watched), unhealthy, probation.",
 )
-GPU_TRANSITIONS = _counter(
-    "gpu_health_transitions", (*_GPU, "state"), "How often the GPU entered a state of health."
-)
+GPU_TRANSITIONS = _counter("gpu_health_transitions", (*_GPU, "state"), "How often it entered a state.")
 GPU_PROBATION_LEFT = _gauge(
-    "gpu_probation_left_seconds", _GPU, "Until the GPU is trusted again if nothing more happens; 0 otherwise."
+    "gpu_probation_left_seconds", _GPU, "Until it is trusted again if nothing more happens; else 0."
 )
-GPU_XIDS = _counter("gpu_xids", (*_GPU, "xid"), "Xids of the GPU, harmless ones included.")
+GPU_XIDS = _counter("gpu_xids", (*_GPU, "xid"), "Xids, harmless ones included.")
 GPU_LAST_XID_TIME = _gauge(
     "gpu_last_xid_timestamp_seconds",
     (*_GPU, "xid", "class"),
-    "When the GPU's newest Xid of that number came, in seconds since 1970; missing before the first one. "
+    "Time of the newest Xid of that number; missing before the first. "
     "class: application (a program's fault), hardware, informational.",
 )
-GPU_ECC_EVENTS = _counter("gpu_ecc_uncorrected_events", _GPU, "Events of uncorrectable memory errors.")
+GPU_ECC_EVENTS = _counter("gpu_ecc_uncorrected_events", _GPU, "Uncorrectable memory errors.")
 GPU_EVENTS_WATCHED = _gauge(
-    "gpu_events_watched", _GPU, "1 if NVML sends events of this GPU, 0 if probing alone watches it."
+    "gpu_events_watched", _GPU, "1 if NVML sends events, 0 if probing alone watches it."
 )
 GPUS_UNREADABLE = _gauge("gpus_unreadable", (), "GPUs that the driver enumerates but cannot describe.")
 
@@ -162,49 +150,47 @@ GPUS_UNREADABLE = _gauge("gpus_unreadable", (), "GPUs that the driver enumerates
 _SHARE = ("namespace", "pod", "container", *_GPU, "mode")
 _GRADED = (*_SHARE, "attribution")
 _GRADES = (
-    "attribution is its grade: measured (by process) or estimated (the rest of the GPU's figure, "
-    "shared out by limits). Missing while the GPU cannot be read."
+    "attribution: measured (by process) or estimated (the rest of the GPU's, shared out by limits). "
+    "Missing while the GPU cannot be read."
 )
-_WEAKEST = "of the readings that there were, with the grade of the weakest."
-CONTAINER_MEMORY_USED = _gauge(
-    "container_memory_used_bytes", _GRADED, f"Device memory in use by the container; {_GRADES}"
-)
+_WEAKEST = "with the grade of its weakest reading."
+CONTAINER_MEMORY_USED = _gauge("container_memory_used_bytes", _GRADED, f"Memory in use; {_GRADES}")
 CONTAINER_MEMORY_MOST = _gauge(
-    "container_memory_used_max_bytes", _GRADED, f"The most of it over sampling.windowSeconds; {_WEAKEST}"
+    "container_memory_used_max_bytes", _GRADED, f"Maximum over sampling.windowSeconds; {_WEAKEST}"
 )
 CONTAINER_MEMORY_LIMIT = _gauge(
-    "container_memory_limit_bytes", _SHARE, "Device memory that the container was given."
+    "container_memory_limit_bytes", _SHARE, "Memory that the container was given."
 )
 CONTAINER_UTILIZATION = _gauge(
     "container_utilization_ratio",
     _GRADED,
-    "Share of the GPU's time in which kernels of the container ran; attribution as for memory.",
+    "Part of the GPU's time in which its kernels ran; attribution as for memory.",
 )
 CONTAINER_UTILIZATION_MEAN = _gauge(
-    "container_utilization_mean_ratio", _GRADED, f"Mean of it over sampling.windowSeconds; {_WEAKEST}"
+    "container_utilization_mean_ratio", _GRADED, f"Mean over sampling.windowSeconds; {_WEAKEST}"
 )
 CONTAINER_UTILIZATION_MOST = _gauge(
-    "container_utilization_max_ratio", _GRADED, f"The most of it over sampling.windowSeconds; {_WEAKEST}"
+    "container_utilization_max_ratio", _GRADED, f"Maximum over sampling.windowSeconds; {_WEAKEST}"
 )
 CONTAINER_GPU_SECONDS = _counter(
     "container_gpu_seconds",
     _SHARE,
-    "GPU time that the container used, in seconds of a whole GPU; only what was measured counts, and it is "
-    "missing where use is estimated. For bills: `increase()` misses nothing between two scrapes.",
+    "GPU time used, in seconds of a whole GPU, as measured; missing where use is estimated. For bills: "
+    "`increase()` misses nothing between scrapes.",
 )
 CONTAINER_CORE_LIMIT = _gauge(
     "container_core_limit_ratio",
     _SHARE,
-    "Share of the GPU's computing power that the container was given; missing where only memory was.",
+    "Part of the compute that it was given; missing where only memory was.",
 )
 CONTAINER_HELD = _gauge(
     "container_held_ratio",
     _SHARE,
-    "Part of the GPU that the container holds, as bills count it: the larger of its parts of compute and "
-    "memory, growth included, or its part of the GPU's time slices.",
+    "Part of the GPU that it holds, as bills count it: the larger of its parts of compute and memory, growth "
+    "included, or of the time slices.",
 )
 CONTAINER_PROCESSES = _gauge(
-    "container_processes", _SHARE, "Processes of the container on the GPU, as far as they can be attributed."
+    "container_processes", _SHARE, "Its processes on the GPU, as far as they can be attributed."
 )
 
 # The driver.
@@ -213,232 +199,201 @@ DRIVER_INFO = _info(
     ("driver_version", "nvml_version", "cuda_version"),
     "The NVIDIA driver; missing while NVML is not open.",
 )
-NVML_UP = _gauge("nvml_up", (), "1 while NVML answers for the node as a whole, 0 if not.")
+NVML_UP = _gauge("nvml_up", (), "1 while NVML answers for the node, 0 if not.")
 EVENT_WAIT_FAILURES = _counter("nvml_event_wait_failures", (), "Waits for NVML's events that failed.")
 NVML_RELEASED = _gauge(
     "nvml_released",
     (),
-    "1 while NVML is closed for maintenance: by gpu-node-agent release, or for an exchange of the driver.",
+    "1 while NVML is closed: by gpu-node-agent release, or for an exchange of the driver.",
 )
 NVML_STUCK_CALLS = _gauge("nvml_stuck_calls", (), "NVML calls that never returned and hold a thread each.")
 
 # Modes.
 GPU_MODE = _info(
-    "gpu_mode", (*_GPU, "mode", "desired"), "The mode that a GPU is offered in, and the one that is wanted."
+    "gpu_mode", (*_GPU, "mode", "desired"), "The mode in which it is offered, and the one that is wanted."
 )
-GPU_SELLING = _gauge(
-    "gpu_selling", _GPU, "1 while units of the GPU are offered, 0 while it drains or is off."
-)
+GPU_SELLING = _gauge("gpu_selling", _GPU, "1 while units are offered, 0 while it drains or is off.")
 # What the node could still give, by mode, of healthy GPUs. Missing until it is known who holds what.
-FREE_GPUS = _gauge("free_gpus", ("mode",), "GPUs that are offered and of which nobody holds anything.")
-FREE_COMPUTE = _gauge("free_compute_gpus", ("mode",), "Compute that is free on offered GPUs, in GPUs.")
+FREE_GPUS = _gauge("free_gpus", ("mode",), "Offered GPUs of which nobody holds anything.")
+FREE_COMPUTE = _gauge("free_compute_gpus", ("mode",), "Free compute of offered GPUs, in GPUs.")
 LARGEST_FREE = _gauge(
     "largest_free_ratio", ("mode",), "The largest part of one GPU that is free, with memory in proportion."
 )
 UNUSABLE_COMPUTE = _gauge(
     "unusable_compute_gpus",
     ("mode",),
-    "The part of the free compute, in GPUs, that the next pod of the usual mix of sizes is expected not to "
-    "be able to use: too little is left on each GPU, of compute or of memory.",
+    "Free compute, in GPUs, that the next pod of the usual mix cannot use: too little is left on each GPU, "
+    "of compute or of memory.",
 )
-MODE_STATE = _gauge("mode_state", ("state",), "1 for the state that the node's mode is in, 0 for the others.")
+MODE_STATE = _gauge("mode_state", ("state",), "1 for the state of the node's mode.")
 MODE_SWITCHES = _counter("gpu_mode_switches", (), "How often a GPU came into another mode.")
 NODE_PATCHES = _counter(
     "node_patches",
     ("part", "result"),
-    "Patches of the own Node object: status (capacity and allocatable, ahead of the kubelet's tick), taint "
-    "(set and removed around a switch), report (label, annotation, condition); ok or failed.",
+    "Patches of the Node: status (capacity, allocatable), taint (around a switch), report (label, "
+    "annotation, condition); ok or failed.",
 )
 
 # Calls of the kubelet and lists for it, by resource.
-RESOURCE_REGISTERED = _gauge(
-    "resource_registered", ("resource",), "1 while the kubelet listens to this resource's list, 0 if not."
-)
-REGISTRATIONS = _counter(
-    "registrations", ("resource", "result"), "Registrations with the kubelet; result is ok or refused."
-)
-STREAMS = _counter("list_streams", ("resource",), "ListAndWatch streams that the kubelet opened.")
+RESOURCE_REGISTERED = _gauge("resource_registered", ("resource",), "1 while the kubelet listens to the list.")
+REGISTRATIONS = _counter("registrations", ("resource", "result"), "With the kubelet; ok or refused.")
+STREAMS = _counter("list_streams", ("resource",), "Streams that the kubelet opened.")
 LISTS = _counter("lists_sent", ("resource",), "Device lists sent to the kubelet.")
 LIST_BYTES = _counter("list_sent_bytes", ("resource",), "Bytes of device lists sent to the kubelet.")
 LIST_SIZE = _gauge("list_size_bytes", ("resource",), "Size of the last device list sent.")
 CALLS = _counter(
     "kubelet_calls",
     ("resource", "call", "result"),
-    "Calls by the kubelet; call is Allocate, GetPreferredAllocation or PreStartContainer, "
-    "result is ok or the gRPC status in lower case (invalid_argument: the request was refused).",
+    "Allocate, GetPreferredAllocation or PreStartContainer; ok or the gRPC status (invalid_argument: the "
+    "request was refused).",
 )
 CALL_SECONDS = _counter(
     "kubelet_call_seconds",
     ("resource", "call"),
-    "Time spent in those calls; each holds up every pod of the node.",
+    "Time in those calls; each holds up every pod of the node.",
 )
 
 # Instances of GPUs in mode mig.
 _INSTANCE = (*_GPU, "instance", "profile")
-INSTANCE_HEALTHY = _gauge("instance_healthy", _INSTANCE, "1 if the instance can be offered, 0 if not.")
-INSTANCE_MEMORY_USED = _gauge("instance_memory_used_bytes", _INSTANCE, "Memory in use of the instance.")
-INSTANCE_MEMORY_TOTAL = _gauge("instance_memory_total_bytes", _INSTANCE, "Memory of the instance.")
-INSTANCE_STEPS = _gauge(
-    "instance_steps", _GPU, "Steps left from the instances to the layout; 0: it is reached."
-)
+INSTANCE_HEALTHY = _gauge("instance_healthy", _INSTANCE, "1 if it can be offered, 0 if not.")
+INSTANCE_MEMORY_USED = _gauge("instance_memory_used_bytes", _INSTANCE, "Memory in use.")
+INSTANCE_MEMORY_TOTAL = _gauge("instance_memory_total_bytes", _INSTANCE, "Memory there is.")
+INSTANCE_STEPS = _gauge("instance_steps", _GPU, "Steps left to the layout; 0: it is reached.")
 INSTANCE_CHANGES = _counter(
-    "instance_changes",
-    ("action", "result"),
-    "Instances made and destroyed for layouts: make or destroy, done or failed.",
+    "instance_changes", ("action", "result"), "For layouts: make or destroy, done or failed."
 )
 
 # Our own CDI specification; only where NVIDIA's generator is at hand.
-CDI_DEVICES = _gauge("cdi_devices", (), "GPUs that containers can get by the agent's own CDI specification.")
-CDI_GENERATIONS = _counter(
-    "cdi_generations", ("result",), "How often that specification was made again; ok or failed."
-)
+CDI_DEVICES = _gauge("cdi_devices", (), "GPUs in the agent's own CDI specification.")
+CDI_GENERATIONS = _counter("cdi_generations", ("result",), "How often it was made again; ok or failed.")
 
 # Pairs of core and memory (vGPU, MPS).
 PAIRS = _counter(
     "pairs",
     ("mode", "result"),
-    "Pairs of core and memory: granted; refused; expired, when the second half was never asked for.",
+    "Pairs of core and memory: granted, refused, or expired (the second half was never asked for).",
 )
-RESERVATIONS = _gauge(
-    "reservations", ("mode",), "Pairs that were promised a GPU and still wait for their second half."
-)
+RESERVATIONS = _gauge("reservations", ("mode",), "Pairs that wait for their second half.")
 ENFORCED = _gauge(
     "limits_enforced",
     ("mode", "fence"),
-    "1 if shares that start now get this fence, 0 if not; with no fence a share is a promise.",
+    "1 if shares that start now get this fence; without any, a share is a promise.",
 )
 LIMITED_CONTAINERS = _gauge(
-    "limited_containers", ("fence",), "vGPU containers that this fence was seen to keep to their memory."
+    "limited_containers", ("fence",), "vGPU containers that it was seen to keep to their memory."
 )
 GROWN_MEMORY = _gauge(
     "grown_memory_bytes",
     _GPU,
-    "Memory that vGPU containers were resized to beyond the requests of their pods.",
+    "Memory that vGPU containers were resized to beyond their requests.",
 )
 NAMESPACE_GROWN_MEMORY = _gauge(
     "namespace_grown_memory_bytes",
     ("namespace",),
-    "The same by namespace; namespaces that nothing has grown in are left out. Quotas do not count it.",
+    "That memory by namespace, where there is any. Quotas do not count it.",
 )
-CONTAINERS_ABOVE_CAP = _gauge(
-    "containers_above_cap", (), "vGPU containers that are measured above their memory cap."
-)
+CONTAINERS_ABOVE_CAP = _gauge("containers_above_cap", (), "vGPU containers measured above their memory cap.")
 CONTAINERS_WITHOUT_LIBRARY = _gauge(
     "containers_without_library",
     (),
-    "vGPU containers with the enforcement library of which a process uses the GPU without it.",
+    "vGPU containers of which a process uses the GPU without the enforcement library.",
 )
 CONTAINERS_REFUSING = _gauge(
     "containers_refusing_access",
     (),
-    "vGPU containers that keep the agent from the files of their limits, as by a lease.",
+    "vGPU containers that keep the agent from the files of their limits.",
 )
 CONTAINERS_ENDED = _counter(
     "containers_above_cap_ended",
     ("result",),
-    "vGPU containers that stayed above their memory cap, or kept the agent from the files of their limits, "
-    "and were ended by option, or could not be (failed).",
+    "vGPU containers ended by option (above their cap, or refusing access), or that could not be (failed).",
 )
 CONTAINERS_AVOIDING = _gauge(
     "containers_with_avoidable_limits",
     (),
-    "vGPU containers whose pods could get around their limits: privileged, hostPID, volumes over them.",
+    "vGPU containers that could get around their limits: privileged, hostPID, volumes.",
 )
 
 _COMPUTE = ("namespace", "pod", "container", "gpu")
 CONTAINER_REFUSED = _counter(
     "container_allocations_refused",
     _COMPUTE,
-    "Allocations of a vGPU container that the enforcement library refused; by its own word.",
+    "Allocations that the enforcement library refused; by its own word.",
 )
 CONTAINER_PEAK = _gauge(
     "container_memory_charged_peak_bytes",
     _COMPUTE,
-    "The most GPU memory that a vGPU container was ever charged at once; by its own word.",
+    "The most memory charged at once; by its own word.",
 )
 CONTAINER_REPAIRED = _counter(
     "container_charges_repaired",
     _COMPUTE,
-    "Times that the charges of a vGPU container were added up again, since a process had died while it held "
-    "their lock; by its own word.",
+    "Times that charges were added up again, since a process died with their lock; by its own word.",
 )
 CONTAINER_NEWER = _counter(
     "container_newer_entry_points",
     _COMPUTE,
-    "Entry points of the driver that a vGPU container asked for and that are newer than the enforcement "
-    "library, which counts nothing of them and refuses them where strict; by its own word.",
+    "Entry points of the driver newer than the enforcement library, which does not count them, and "
+    "refuses them where strict; by its own word.",
 )
 CONTAINER_UNMEASURED = _counter(
     "container_unmeasured_processes",
     _COMPUTE,
-    "Processes of a vGPU container that could not measure their launches, so that those of unknown cost are "
-    "not held to its share of compute; by its own word.",
+    "Processes that could not measure their launches: those of unknown cost are not held to the share of "
+    "compute; by its own word.",
 )
 CONTAINER_DIFFERENCE = _gauge(
     "container_memory_charge_error_bytes",
     _COMPUTE,
-    "What a vGPU container is charged beyond what the driver measures, below zero where it is too little; 0 "
-    "unless they have differed by 10 % and 64 MiB for a minute.",
+    "Charged beyond what the driver measures, below zero if too little; 0 unless they differ by 10 % and "
+    "64 MiB for a minute.",
 )
 CONTAINER_THROTTLED = _counter(
     "container_throttled_seconds",
     _COMPUTE,
-    "How long launches of a vGPU container waited for its share of compute, by threads; by its own word.",
+    "How long launches waited for the share of compute, by threads; by its own word.",
 )
 CONTAINER_ALLOTTED = _gauge(
     "container_compute_allotted_ratio",
     _COMPUTE,
-    "Share of the GPU's compute that a vGPU container is held to now, 0..1: its request, and free compute "
-    "that it gets.",
+    "Part of the compute that it is held to now: its request, and free compute that it gets.",
 )
 
 # MPS, by GPU; only of GPUs that are set up for it.
 MPS_DAEMON = _gauge(
     "mps_daemon_state",
     ("gpu", "state"),
-    "1 for the state that the GPU's MPS control daemon is in, 0 for others.",
+    "1 for the state of the control daemon.",
 )
-MPS_RESTARTS = _counter("mps_daemon_restarts", ("gpu",), "How often the daemon was started again.")
-MPS_FAULTS = _counter("mps_faults", ("gpu",), "Fatal errors of a client, which end the work of all clients.")
-MPS_CUT = _counter(
-    "mps_connections_cut", ("gpu",), "Connections to the control daemon that said nothing and were cut off."
-)
+MPS_RESTARTS = _counter("mps_daemon_restarts", ("gpu",), "How often it was started again.")
+MPS_FAULTS = _counter("mps_faults", ("gpu",), "Fatal errors of a client, which end all clients' work.")
+MPS_CUT = _counter("mps_connections_cut", ("gpu",), "Silent connections to the daemon that were cut off.")
 DRA_OPEN = _gauge(
     "dra_open",
     (),
-    "1 if the kubelet has the DRA driver and its ResourceSlices are as wanted, else 0.",
+    "1 if the kubelet has the DRA driver and ResourceSlices are as wanted.",
 )
-DRA_CLAIMS = _gauge("dra_claims", (), "ResourceClaims that have devices of this node ready.")
-DRA_PREPARES = _counter(
-    "dra_prepares", ("outcome",), "Claims that the kubelet asked for; prepared or refused."
-)
-DRA_PREPARE_SECONDS = _counter(
-    "dra_prepare_seconds", (), "Time that calls took in which claims were prepared, waiting included."
-)
+DRA_CLAIMS = _gauge("dra_claims", (), "Claims that have devices of this node ready.")
+DRA_PREPARES = _counter("dra_prepares", ("outcome",), "Claims: prepared or refused.")
+DRA_PREPARE_SECONDS = _counter("dra_prepare_seconds", (), "Time of these calls, waiting included.")
 DRA_SLICE_WRITES = _counter("dra_slice_writes", ("result",), "Writes of ResourceSlices; ok or failed.")
-DRA_NUDGES = _counter(
-    "dra_nudges", (), "Pods that were annotated so that the kubelet tries again to prepare their claims."
-)
-MPS_CLIENTS = _gauge("mps_clients", ("gpu",), "Processes that are clients of the GPU's MPS server.")
-MPS_CLIENT_CEILING = _gauge(
-    "mps_client_ceiling", ("gpu",), "Containers that may hold shares of the GPU at once."
-)
+DRA_NUDGES = _counter("dra_nudges", (), "Pods annotated so that the kubelet prepares their claims again.")
+MPS_CLIENTS = _gauge("mps_clients", ("gpu",), "Processes that are clients of the MPS server.")
+MPS_CLIENT_CEILING = _gauge("mps_client_ceiling", ("gpu",), "Containers that may hold shares at once.")
 MPS_SILENT_PODS = _gauge(
-    "mps_pods_without_client", ("gpu",), "Pods that hold shares and have had no client for two minutes."
+    "mps_pods_without_client", ("gpu",), "Pods with shares and without a client for two minutes."
 )
 
 # The agent itself.
 BUILD_INFO = _info("build", ("version", "python_version"), "The agent that runs.")
 READY = _gauge("ready", (), "1 if /readyz answers 200, 0 if something stands in the way.")
-TASK_UP = _gauge("task_up", ("task",), "1 while the task runs, 0 while it waits for its next try or is dead.")
-TASK_RESTARTS = _counter("task_restarts", ("task",), "How often the task failed and was started again.")
-GENERATION = _gauge(
-    "inventory_generation", (), "Number of the inventory in force; it grows with each change."
-)
+TASK_UP = _gauge("task_up", ("task",), "1 while the task runs, 0 while it waits or is dead.")
+TASK_RESTARTS = _counter("task_restarts", ("task",), "How often it failed and was started again.")
+GENERATION = _gauge("inventory_generation", (), "Number of the inventory; grows with each change.")
 MAILBOX_DEPTH = _gauge("inventory_mailbox_messages", (), "Messages that wait for the inventory actor.")
-MAILBOX_DROPPED = _counter("inventory_mailbox_dropped", (), "Messages dropped because that mailbox was full.")
+MAILBOX_DROPPED = _counter("inventory_mailbox_dropped", (), "Messages dropped because it was full.")
 MEMORY = _gauge("process_resident_memory_bytes", (), "Resident memory of the agent.")
 CPU = _counter("process_cpu_seconds", (), "User and system processor time of the agent.")
 THREADS = _gauge("process_threads", (), "Threads of the agent.")
 FILES = _gauge("process_open_fds", (), "Open file descriptors of the agent.")
-STARTED = _gauge("process_start_time_seconds", (), "When the agent started, in seconds since 1970.")
+STARTED = _gauge("process_start_time_seconds", (), "When the agent started.")

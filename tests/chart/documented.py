@@ -66,12 +66,8 @@ def _sh(pattern: str, how: How, why: str = "", where: str = "") -> Rule:
 
 
 AGENT = r"gpu-node-agent "
-# Steps of a move that do not depend on the other agent.
-OURS = (
-    r"kubectl ((cordon|uncordon|wait node) |label node NODE "
-    r"(nvidia-device-enable=(vgpu|pgpu|disable)( gpu-agent=moved)? --overwrite|gpu-agent(=moved|-))$)"
-)
 RULES = (
+    _sh(r"(lspci|nvidia-|reboot|systemctl)", How.NOT, "changes a machine", where="driver.md: "),
     # tests/cluster/test_documented_commands.py, test_first_hour_is_true
     _sh(r"kubectl ", How.ELSEWHERE, where="first-hour.md: "),
     # tests/cluster/test_kubectl_gpu.py
@@ -86,9 +82,7 @@ RULES = (
     _sh(
         r"make image$|\.ci/(release publish --registry|sbom)|helm install gpu-node-agent oci:", How.ELSEWHERE
     ),
-    _sh(
-        r"kubectl ", How.ELSEWHERE, where=r"migration.md: (NVIDIA's device plugin|From NVIDIA|Back to NVIDIA)"
-    ),
+    _sh(r"kubectl ", How.ELSEWHERE, where=r"migration.md: "),  # tests/cluster/test_install.py
     _sh(r"make ", How.PARSED),
     _sh(r"\.ci/release publish", How.NOT, "publishes under names that nobody has given yet"),
     _sh(r"kind load", How.NOT, "kind needs a container engine"),
@@ -111,8 +105,6 @@ RULES = (
         "needs nodes with a driver; see test_preflight.py",
     ),
     _sh(r"kubectl annotate pod trainer", How.NOT, "test_vgpu.py resizes a pod whose container runs"),
-    _sh(OURS, How.CLUSTER, where=r"(migration|operator).md: "),
-    _sh(r"kubectl ", How.NOT, "needs the agent that is replaced", where=r"(migration|operator).md: "),
     _sh(r"kubectl ", How.CLUSTER),
     Rule("promql", "", How.HERE),
     Rule("yaml", "", How.PARSED),

@@ -68,7 +68,18 @@ def test_by_default_nothing_is_privileged() -> None:
         (("mig.manage=true", "attribution.enabled=false"), True, False),
         (("mig.manage=true", "simulator.enabled=true"), False, False),
     ],
-    ids=["default", "off", "whole", "simulated", "on", "slices", "driver on the host", "mps", "mig", "no mig"],
+    ids=[
+        "default",
+        "off",
+        "whole",
+        "simulated",
+        "on",
+        "slices",
+        "driver on the host",
+        "mps",
+        "mig",
+        "no mig",
+    ],
 )
 def test_privilege_comes_with_what_needs_it(
     settings: tuple[str, ...], privileged: bool, host_pid: bool

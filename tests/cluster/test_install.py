@@ -328,16 +328,16 @@ def test_move_from_nvidia_plugin_and_back(installation: Installation) -> None:
     with moving.with_nvidia_plugin(installation):
         moving.hold(cluster, "before", 2)
         installation.install("--set-string=nodeSelector.gpu-agent=moved")
-        moving.follow(installation, moving.MIGRATION, "NVIDIA's device plugin")
+        moving.follow(installation, moving.MIGRATION, "Keep NVIDIA's plugin off single nodes")
         assert installation.pods("agent") == []
 
-        moving.follow(installation, moving.MIGRATION, "From NVIDIA's plugin, one node")
+        moving.follow(installation, moving.MIGRATION, "One node to this agent")
         assert moving.plugin_pods(cluster) == 0
         moving.hold(cluster, "here", 3)
         assert "default/before" in command(installation, "status")
         running, taken = containers(cluster), moving.held(cluster)
 
-        moving.follow(installation, moving.MIGRATION, "Back to NVIDIA's plugin, one node")
+        moving.follow(installation, moving.MIGRATION, "One node back")
         assert moving.plugin_pods(cluster) == 1
         assert installation.pods("agent") == []
         moving.hold(cluster, "after", 3)

@@ -199,6 +199,7 @@ class Excuses:
                 asked.name != state.desired
                 or not one.wanted.offered
                 or one.active != one.wanted
+                or one.active != agent.switcher.assignment.value.of(one.uuid)  # since the last round
                 or self._modes.get(one.uuid) != one.active
             ):
                 self._modes[one.uuid] = one.active

@@ -45,7 +45,9 @@ class Parts:
         now, life, agent = anyio.current_time(), world.kubelet._life, world.running
         if life is None or agent is None or world.current is None or world.nvml_faults or world.lost:
             self._well = now
-        quiet = max(self._well, world.nvml_well, world.kubelet_began, world.current.began if world.current else now)
+        quiet = max(
+            self._well, world.nvml_well, world.kubelet_began, world.current.began if world.current else now
+        )
         if now - quiet < STARTED_SECONDS or life is None or agent is None:
             self._since.clear()
             return None
@@ -127,7 +129,9 @@ async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int)
     world.label(word)
     await anyio.sleep(CALM_SECONDS)
     there = sorted(
-        (each.profile.decode(), bool(each.bare)) for each in world.machine.gpu(slot).instances if each.used or each.bare
+        (each.profile.decode(), bool(each.bare))
+        for each in world.machine.gpu(slot).instances
+        if each.used or each.bare
     )
     agent = world.running
     states = agent.core.inventory.snapshot.value.by_uuid if agent else {}
@@ -138,7 +142,9 @@ async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int)
         return f"layout {word} asks for {', '.join(layout)}, and the GPU has {there}"
     for profile in sorted(set(layout)):
         resource, count = PREFIX + profile, layout.count(profile)
-        sick = sum(bool(state.trouble_of(each.uuid)) for each in state.gpu.instances if each.profile == profile)
+        sick = sum(
+            bool(state.trouble_of(each.uuid)) for each in state.gpu.instances if each.profile == profile
+        )
         if (known := world.kubelet.known_devices(resource)) != count - sick:
             return f"there are {count} of {resource}, {sick} of them not well, and the kubelet knows {known}"
         if known and (problem := await _runs(world, f"part-{profile}", resource)):

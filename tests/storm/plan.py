@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from agent.model.modes import Mode
-from tests.storm.acts import ACTS, HUNG_PROCESSES, USERS, Act, families, later_families, name_of
+from tests.storm.acts import ACTS, USERS, Act, families, later_families, name_of
 from tests.storm.tempo import BUSY, FEWER, SPARSE, tempo_of
 from tests.storm.world import Shape
 
@@ -67,9 +67,7 @@ def planned(
     chosen = [] if rng.random() < 0.25 else [family for family in families(shape) if rng.random() < 0.4]
     if chosen:
         later = random.Random(f"later families of {seed}")
-        # Drawn by no seed yet: what seeds found by it is open (README.md).
-        drawn = [family for family in later_families(shape) if family is not HUNG_PROCESSES]
-        chosen += [family for family in drawn if later.random() < 0.4]
+        chosen += [family for family in later_families(shape) if later.random() < 0.4]
     if wanted is not None:
         shape = Shape(
             mps=shape.mps or not wanted.isdisjoint(("mps daemons", "mps clients")),

@@ -177,10 +177,10 @@
 {{- include "gna.refuse" (list $ "extender.productServices makes Services of an extender that is not there: set extender.enabled to true, or leave it off") -}}
 {{- end -}}
 {{- if and $v.extender.enabled (not (include "gna.plainVerbs" .)) (not $v.extender.tls.secret) -}}
-{{- include "gna.refuse" (list $ "nothing says how kube-scheduler may ask the extender: name a Secret with certificates in extender.tls.secret; or set extender.config.http.verbs: true (the default of 0.2.0), where every client that reaches port 3456 has GPUs kept and pods bound, and close that port (docs/upgrade.md, The extender's plain port)") -}}
+{{- include "gna.refuse" (list $ "nothing says how kube-scheduler may ask the extender: name a Secret with certificates in extender.tls.secret; or set extender.config.http.verbs: true (the default of 0.2.0), where every client that reaches port 3456 has GPUs kept and pods bound, and close that port (docs/upgrade.md)") -}}
 {{- end -}}
 {{- if and $v.extender.productServices (not (include "gna.plainVerbs" .)) -}}
-{{- include "gna.refuse" (list $ "extender.productServices leads to the port of plain HTTP, which serves no verbs: set extender.config.http.verbs: true and close that port (docs/upgrade.md, The extender's plain port), or leave productServices out") -}}
+{{- include "gna.refuse" (list $ "extender.productServices leads to the port of plain HTTP, which serves no verbs: set extender.config.http.verbs: true and close that port (docs/upgrade.md), or leave productServices out") -}}
 {{- end -}}
 {{- range $block, $keys := dict "http" (list "port" "address") "tls" (list "port" "certificate" "key" "clientAuthority") "lease" (list "name" "namespace" "identity") "cluster" (list "kubeconfig") -}}
 {{- range $key := $keys -}}

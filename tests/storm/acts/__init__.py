@@ -123,7 +123,6 @@ async def calm(world: World) -> None:
 __all__ = [
     "ACTS",
     "FAULTS",
-    "HUNG_PROCESSES",
     "USERS",
     "Act",
     "Family",

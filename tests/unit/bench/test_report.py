@@ -175,7 +175,8 @@ def test_figures_on_the_cluster_are_a_group_of_their_own() -> None:
     in_group = {figure.name for one in registry.discover() if one.cluster for figure in one.figures}
     assert in_group == {
         *("label_to_pod_running_p50_ms", "start_to_registered_real_kubelet_ms"),
-        *("dra_pod_start_over_plain_ms", "dra_prepare_p99_ms", "dra_prepare_cold_ms", "dra_switch_ms"),
+        *("dra_pod_start_over_plain_ms", "dra_pod_start_over_no_gpu_ms", "dra_pod_bound_over_plain_ms"),
+        *("dra_prepare_p99_ms", "dra_prepare_cold_ms", "dra_switch_ms", "dra_switch_scheduler_ms"),
     }
 
 

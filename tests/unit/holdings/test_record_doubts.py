@@ -111,3 +111,33 @@ async def test_a_pod_with_two_uids_hides_nothing(node: Node) -> None:
     assert await node.held() == {("static", "prepare", A)}
     node.kubelet.tear()
     assert await node.held() == {("static", "prepare", A)}
+
+
+async def test_lookers_for_processes_hear_of_ends_while_the_kubelet_does_not_answer(node: Node) -> None:
+    node.know("u", "trains")
+    node.kubelet.pods = {"trains": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    assert await node.held()
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch._follow_pods)
+        await anyio.wait_all_tasks_blocked()
+        node.watch.problem = "PodResources does not answer"
+        node.watch.cell.publish(None)
+        heard = node.watch.holders.version
+        del node.pods["u"]
+        node.know("v", "train-2")
+        await anyio.wait_all_tasks_blocked()
+        assert node.watch.holders.version > heard
+        assert node.watch.cell.value is None
+        heard = node.watch.holders.version
+        node.kubelet.pods = {}
+        await node.watch.look()  # a call of the kubelet's reads for itself
+        assert node.watch.holders.version > heard
+        assert node.watch.gpus_by_pod() == {}
+        assert node.watch.take_vanished() == set()
+        del node.pods["v"]  # it went before anybody had read what it held
+        node.changes.publish(None)
+        await anyio.wait_all_tasks_blocked()
+        assert node.watch.take_vanished() == {"v"}
+        assert node.watch.take_vanished() == set()
+        group.cancel_scope.cancel()

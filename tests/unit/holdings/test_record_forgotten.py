@@ -3,7 +3,11 @@
 from pathlib import Path
 
 from agent.holdings.record import Evidence, View, join
+from agent.model.demand import VGPU
 from agent.model.holding import Holding, Record
+from agent.model.ledger import PairHoldings, PairMember
+from agent.model.pod import Container, Stage
+from agent.pairing.requester import askers
 from tests.pods import a_pod
 from tests.unit.holdings.record_node import Node
 
@@ -27,6 +31,36 @@ def test_what_no_list_shows_outlasts_a_kubelet_that_forgot_it_and_lists_the_pod_
     over = View({"u": a_pod("ns", "p", (), "u", phase="Failed")}, complete=True)
     record = join(record, Record(), {}, over, same_kubelet=True, fresh=True)
     assert record.joined.holdings == ()
+
+
+def test_init_container_that_the_kubelet_has_forgotten_asks_again() -> None:
+    pod = a_pod(
+        "ns",
+        "p",
+        (Container("main", {VGPU.memory: 8}), Container("init", {VGPU.memory: 8}, Stage.INIT)),
+        "u",
+        phase="Running",
+    )
+    view, units = View({"u": pod}, complete=True), frozenset({"GPU-0::m0"})
+    listed = Record((), (("ns", "p", "main"),))
+
+    def asking(record: Evidence) -> list[str]:
+        held = PairHoldings.of(VGPU, record.joined)
+        found = askers(VGPU, PairMember.MEMORY, 8, record.joined, held, [pod], ())
+        assert held.ids == units  # nobody else gets them
+        return [each.container.name for each in found]
+
+    known = {("u", "init", VGPU.memory): units}
+    record = join(Evidence(), listed, known, view, same_kubelet=True, fresh=True, read=True)
+    assert asking(record) == ["main"]
+    # The kubelet starts without its checkpoint, and admits the pod again, from its first container on.
+    record = join(record, listed, {}, view, same_kubelet=False, fresh=True)
+    assert asking(record) == ["init"]
+    # Neither an event between two readings nor a checkpoint that cannot be read says more.
+    record = join(record, record.listed, record.entries, view, same_kubelet=True, fresh=False)
+    assert asking(record) == ["init"]
+    record = join(record, listed, known, view, same_kubelet=True, fresh=True, read=True)
+    assert asking(record) == ["main"]
 
 
 async def test_pods_are_known_once_every_source_has_spoken(tmp_path: Path) -> None:

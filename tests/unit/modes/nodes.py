@@ -135,10 +135,13 @@ class Announcements:
     def __init__(self, lists: Lists) -> None:
         self._lists = lists
         self.log: list[str] = []
+        self.served = anyio.Event()  # bound pods have their devices
+        self.served.set()
 
     async def withdraw(self, ahead: Assignment, publish: Callable[[], Awaitable[None]]) -> None:
         self.log.append(f"shrink after {len(self._lists.history)} lists")
         await anyio.lowlevel.checkpoint()
+        await self.served.wait()
         await publish()
         self.log.append(f"settled after {len(self._lists.history)} lists")
 

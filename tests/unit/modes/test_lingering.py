@@ -5,10 +5,12 @@ from collections.abc import Collection, Iterable, Mapping
 import anyio
 import pytest
 
+from agent.kit.cell import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
+from agent.model.node_layout import Entry
 from agent.modes.lingering import LOOK_SECONDS, MOST_FAILURES, Departed, Lingering
-from tests.unit.modes.nodes import Kubelet, gpu, switching
+from tests.unit.modes.nodes import Announcements, Kubelet, gpu, switching
 from tests.virtual_time import in_virtual_time
 
 FIRST, OTHER = gpu(0), gpu(1)
@@ -131,6 +133,66 @@ def test_a_pod_that_holds_its_gpu_again_has_not_ended() -> None:
             assert not host.lingering.unsettled
             assert not host.lingering.found
             group.cancel_scope.cancel()
+
+    run()
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("waits_for", ["a bound pod", "the kubelet"])
+def test_a_gpu_with_a_process_is_closed_whatever_else_is_waited_for(waits_for: str) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        host, record = Host(), Cell(0)
+        host.lingering._record = record  # which the agent has from others, too
+        async with (
+            anyio.create_task_group() as group,
+            switching(
+                FIRST, OTHER, kubelet=host.kubelet, announce=True, first=Mode.PGPU, lingering=host.lingering
+            ) as node,
+        ):
+            group.start_soon(host.lingering.run)
+            await node.reach("pgpu", "pgpu")
+            host.start("hangs", FIRST.uuid)
+            record.publish(1)
+            host.pids[FIRST.uuid] = {7: "uid-hangs"}
+            await anyio.sleep(1)
+            if waits_for == "the kubelet":
+                host.kubelet.cell.publish(None)
+                del host.held["uid-hangs"]
+            else:
+                announcer = node.switcher._announcer
+                assert isinstance(announcer, Announcements)
+                announcer.served = anyio.Event()
+                node.want((Entry(("0",), Mode.PGPU), Entry(("1",), Mode.VGPU)))
+                await anyio.sleep(1)
+                host.end("hangs")
+            record.publish(2)
+            await node.reach("pgpu-", "pgpu")
+            group.cancel_scope.cancel()
+
+    run()
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_pod_that_no_record_has_shown_keeps_its_gpu_while_its_process_stays() -> None:
+    @in_virtual_time
+    async def run() -> None:
+        host, vanished = Host(), [{"uid-short"}]
+        host.known = frozenset()
+        departed = Departed(
+            lambda: (FIRST.uuid, OTHER.uuid),
+            host.pods,
+            lambda: None,
+            lambda: vanished.pop() if vanished else (),
+        )
+        host.lingering._departed = departed
+        host.pids[OTHER.uuid] = {7: "uid-short", 8: "uid-monitor"}
+        await host.lingering.look()
+        assert [*host.lingering.found] == [OTHER.uuid]
+        assert "7 of pod uid-short" in host.lingering.found[OTHER.uuid]
+        host.pids[OTHER.uuid] = {8: "uid-monitor"}
+        await host.lingering.look()
+        assert not host.lingering.found
 
     run()
 
