@@ -75,7 +75,7 @@ def test_by_default_nothing_is_privileged() -> None:
         "simulated",
         "on",
         "slices",
-        "driver on the host",
+        "host",
         "mps",
         "mig",
         "no mig",
@@ -192,7 +192,7 @@ def test_device_nodes_are_seen_where_one_of_them_is_wanted(more: tuple[str, ...]
 
 
 def test_instances_are_made_with_the_hosts_driver_and_its_capabilities() -> None:
-    """As with MPS the driver is the host's, and nothing of it is written; of the cluster no right comes with it."""
+    """The driver is the host's, and nothing of it is written; of the cluster no right comes with it."""
     pod = agent("mig.manage=true")
     mounts = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
     assert mounts["nvidia-caps"] == {"name": "nvidia-caps", "mountPath": "/dev/nvidia-caps"}

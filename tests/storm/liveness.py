@@ -9,10 +9,11 @@ from agent.model.modes import Mode
 from agent.node.taint import TAINT
 from agent.nvml.port import ComputeMode
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
+from tests.storm import parts
 from tests.storm.invariants import Violation
 from tests.storm.memory import Memory, measured
 from tests.storm.pods import GPU
-from tests.storm.world import World
+from tests.storm.world import PARTED, PARTS, World
 
 CALM_SECONDS = 420.0  # quiet times of health rules are 300 s
 QUIET_SECONDS, QUIET_WRITES = 300.0, 10
@@ -37,6 +38,7 @@ async def check_calm(world: World, mode: Mode) -> None:
     world.pods.clear()
     for manifest in list(world.kubelet.api.manifests.values()):
         world.kubelet.api.delete(manifest.spec)
+    await _parts_settle(world)
     world.label(WORDS[mode])
     await anyio.sleep(35)
     agent = world.running
@@ -70,6 +72,11 @@ async def check_calm(world: World, mode: Mode) -> None:
     for state in healthy:
         await _runs(world, PodSpec(f"probe-{state.gpu.index}", (ContainerSpec("main", PROBES[mode]),)))
     await _nothing_is_left(world)
+
+
+async def _parts_settle(world: World) -> None:
+    if world.shape.mig and (problem := await parts.settled(world, PARTS["parts"], "parts", PARTED)):
+        raise Violation(problem)
 
 
 def _nothing_of_mps_is_left(world: World, mode: Mode) -> None:

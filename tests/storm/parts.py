@@ -1,4 +1,4 @@
-"""Instances of GPUs in MIG mode: none is destroyed that is held or another's, and none is offered that is not there."""
+"""Instances of GPUs in MIG mode: none is destroyed that is held or others made; none is half offered."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from agent.model.modes import Mode
+from agent.simulator import mig
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from agent.simulator.mig_calls import MigCalls
 from agent.simulator.nvml import SimulatedNvml
@@ -45,9 +46,8 @@ class Parts:
         now, life, agent = anyio.current_time(), world.kubelet._life, world.running
         if life is None or agent is None or world.current is None or world.nvml_faults or world.lost:
             self._well = now
-        quiet = max(
-            self._well, world.nvml_well, world.kubelet_began, world.current.began if world.current else now
-        )
+        began = world.current.began if world.current else now
+        quiet = max(self._well, world.nvml_well, world.kubelet_began, began)
         if now - quiet < STARTED_SECONDS or life is None or agent is None:
             self._since.clear()
             return None
@@ -110,8 +110,8 @@ def observe(world: "World") -> Callable[[], None]:
             if each in world.parts.others:
                 world.parts.found.append(f"{each} was destroyed, and others had made it")
 
-    SimulatedNvml.make_instance = made  # type: ignore[method-assign]
-    SimulatedNvml.destroy_instance = destroyed  # type: ignore[method-assign]
+    SimulatedNvml.make_instance = made  # type: ignore[method-assign, assignment]
+    SimulatedNvml.destroy_instance = destroyed  # type: ignore[method-assign, assignment]
 
     def end() -> None:
         del SimulatedNvml.make_instance
@@ -128,11 +128,7 @@ async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int)
     world.machine.set_mig(slot, enabled=True)
     world.label(word)
     await anyio.sleep(CALM_SECONDS)
-    there = sorted(
-        (each.profile.decode(), bool(each.bare))
-        for each in world.machine.gpu(slot).instances
-        if each.used or each.bare
-    )
+    there = sorted((each.profile.decode(), bool(each.bare)) for each in mig.there(world.machine.gpu(slot)))
     agent = world.running
     states = agent.core.inventory.snapshot.value.by_uuid if agent else {}
     state = states.get(world.machine.uuid(slot))
@@ -142,9 +138,8 @@ async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int)
         return f"layout {word} asks for {', '.join(layout)}, and the GPU has {there}"
     for profile in sorted(set(layout)):
         resource, count = PREFIX + profile, layout.count(profile)
-        sick = sum(
-            bool(state.trouble_of(each.uuid)) for each in state.gpu.instances if each.profile == profile
-        )
+        alike = [each for each in state.gpu.instances if each.profile == profile]
+        sick = sum(bool(state.trouble_of(each.uuid)) for each in alike)
         if (known := world.kubelet.known_devices(resource)) != count - sick:
             return f"there are {count} of {resource}, {sick} of them not well, and the kubelet knows {known}"
         if known and (problem := await _runs(world, f"part-{profile}", resource)):

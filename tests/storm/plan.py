@@ -73,6 +73,7 @@ def planned(
             mps=shape.mps or not wanted.isdisjoint(("mps daemons", "mps clients")),
             resize=shape.resize or "resizes" in wanted,
             extender=any("extender" in each for each in wanted),
+            mig=not wanted.isdisjoint(("instances", "instance faults")),
         )
         known = (*families(shape), *later_families(shape))
         chosen = [family for family in known if family.name in wanted]
@@ -80,6 +81,7 @@ def planned(
     for family in chosen:
         weights |= family.weights
     label = rng.choice(("pgpu", "vgpu", "mixed", *(("mps", "shared") if shape.mps else ())))
+    label = "parts" if shape.mig else label
     pause = rng.choice((0.0, 0.5, 3.0))
     acts = rng.choices(list(weights), list(weights.values()), k=steps)
     calm = rng.choice((Mode.VGPU, Mode.PGPU, *((Mode.MPS, Mode.MPS) if shape.mps else ())))

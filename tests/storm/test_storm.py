@@ -72,7 +72,7 @@ def test_fixed_storms_have_faults_of_every_family() -> None:
     assert {tempo: tuple(plans[seed].tempo for seed in seeds) for tempo, seeds in FIXED.items()} == {
         tempo: (tempo,) * len(seeds) for tempo, seeds in FIXED.items()
     }
-    everything = Shape(mps=True, resize=True, extender=True)
+    everything = Shape(mps=True, resize=True, extender=True, mig=True)
     known = {family.name for family in (*families(everything), *later_families(everything))}
     for part in (plans.values(), [plan for plan in plans.values() if plan.tempo != SPARSE]):
         assert {name for plan in part for name in plan.families} == known

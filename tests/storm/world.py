@@ -22,6 +22,7 @@ from agent.settings import (
     HttpSettings,
     Kubelet,
     LayoutEntry,
+    Mig,
     Modes,
     Mps,
     Sampling,
@@ -42,6 +43,7 @@ from tests.storm.extenders import Replicas
 from tests.storm.lives import AgentRun
 from tests.storm.mps_daemons import DaemonTable
 from tests.storm.neighbours import Neighbour
+from tests.storm.parts import Parts
 
 # Few units, so that lists are short: what storms look for does not depend on their number. Two GPUs, and one
 # that may be plugged in.
@@ -50,6 +52,13 @@ PROFILE = replace(
     _L40S, model=replace(_L40S.model, memory_mib=12 << 10), places=places("41 81 c1", (0, "0-95,192-287"))
 )
 SPARE = 2
+PARTED = 1  # slot of the GPU in MIG mode, where there is one
+WITH_MIG = replace(PROFILE, model=replace(PROFILE.model, mig_capable=True))
+PARTS: dict[str, tuple[str, ...]] = {
+    "parts": ("3g.6gb", "1g.2gb", "1g.2gb"),
+    "halves": ("3g.6gb", "2g.3gb", "1g.3gb"),
+    "as-they-are": (),
+}
 LIBRARY = "library.so"
 API_SOCKET = "api.sock"
 
@@ -61,13 +70,15 @@ class Shape:
     mps: bool = False
     resize: bool = False  # limits of vGPU containers are followed, and may be changed while they run
     extender: bool = False  # kube-scheduler asks one, of which there are two replicas
+    mig: bool = False  # a GPU is in MIG mode, and layouts name its instances
 
     @classmethod
     def of(cls, rng: random.Random, seed: int) -> "Shape":
         """A shape that the seed chose."""
         # By a draw of its own: storms without an extender are what they were before there was one.
         extender = random.Random(f"extender of {seed}").random() < 0.3
-        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender)
+        mig = random.Random(f"parts for {seed}").random() < 0.12
+        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender, mig=mig)
 
 
 class World:
@@ -88,6 +99,7 @@ class World:
         self.kubelet_delay = seams.KUBELET.delay
         self.checkpoint: tuple[bytes, bytes] | None = None  # as it was, and torn
         self.neighbour = Neighbour(seed)
+        self.parts = Parts()
         self.http = HttpApi(self.kubelet.api)
         self.http.interfere = self.interfere
         self.daemons = DaemonTable(folder / "proc")
@@ -131,7 +143,9 @@ class World:
                 "shared": [LayoutEntry(gpus=["0"], mode="mps"), LayoutEntry(gpus=["rest"], mode="vgpu")]
                 if self.shape.mps
                 else [LayoutEntry(gpus=["0-99"], mode="vgpu")],
+                **(self._parted() if self.shape.mig else {}),
             },
+            mig=Mig(manage=self.shape.mig),
             http=HttpSettings(address="127.0.0.1", port=0),
             kubelet=Kubelet(root=str(self.kubelet.root)),
             cluster=ClusterSettings(
@@ -148,6 +162,13 @@ class World:
             health=HealthSettings(kernel_log=None, probe_seconds=4.0),
             sampling=Sampling(interval_seconds=30.0),
         )
+
+    def _parted(self) -> dict[str, list[LayoutEntry]]:
+        rest = LayoutEntry(gpus=["rest"], mode="vgpu")
+        parted: list[str | int] = [self.machine.uuid(PARTED)]
+        return {
+            word: [LayoutEntry(gpus=parted, mode="mig", mig=names), rest] for word, names in PARTS.items()
+        }
 
     # The agent
 
@@ -198,6 +219,8 @@ class World:
         meanwhile()
         if reboot:
             self.kubelet._machine.containers.reboot()
+            self.machine.reboot()
+            self.parts.others.clear()
             shutil.rmtree(self.folder / "run", ignore_errors=True)
 
         async def start() -> None:
@@ -278,7 +301,9 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
     CLOCK.stepped = 0.0
     seams.KUBELET.calm()
     seams.KUBELET.delay[0] = 0.0
-    machine = SimulatedMachine.create(PROFILE, hidden=[SPARE])
+    machine = SimulatedMachine.create(WITH_MIG if shape.mig else PROFILE, hidden=[SPARE])
+    if shape.mig:
+        machine.set_mig(PARTED, enabled=True)
     for each in ("bin", "cdi", "proc", "sys", "cgroup"):
         (folder / each).mkdir()
     program = folder / "bin" / "nvidia-cuda-mps-control"

@@ -1,4 +1,4 @@
-"""Acts on the instances of GPUs in MIG mode: by layouts, by others' hands, by resets and by the driver's refusals."""
+"""Acts on instances of GPUs in MIG mode: layouts, other people's hands, resets, refusals of the driver."""
 
 import random
 
@@ -47,7 +47,7 @@ async def make(world: World, rng: random.Random) -> str:
 
 
 async def destroy(world: World, rng: random.Random) -> str:
-    """Somebody destroys an instance by hand, held or not: the driver knows of processes, and pods may have none."""
+    """Somebody destroys an instance by hand; a pod that holds it may have no process on it."""
     if not (there := instances(world)):
         return "others destroy nothing"
     one = rng.choice(there)
