@@ -104,9 +104,6 @@ def test_commands_are_parsed_by_their_programs() -> None:
                 assert all((ROOT / path).exists() for path in re.findall(r"config/[\w./-]+", piece.text))
 
 
-PEERS = re.compile(r"^(karpenter\.sh|([a-z]+\.)?kueue\.x-k8s\.io)/")  # groups of other projects' objects
-
-
 def limits(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         for key, each in value.items():
@@ -146,9 +143,6 @@ def test_yaml_is_taken_by_its_readers(tmp_path: Path) -> None:
     readers: Counter[str] = Counter()
     for number, piece in enumerate(chosen(How.PARSED, "yaml")):
         objects = list(yaml.safe_load_all(piece.text))
-        if any(PEERS.search(each.get("apiVersion", "")) for each in objects):
-            readers["peers"] += 1  # tests/peers applies them
-            continue
         found = objects.pop()
         for each in objects:  # what its last object refers to
             kubernetes_validate.validate(each, "1.36", strict=True)
@@ -178,7 +172,7 @@ def test_yaml_is_taken_by_its_readers(tmp_path: Path) -> None:
             kubernetes_validate.validate(as_pod(found), "1.36", strict=True)
             readers["fragment"] += 1
     print(dict(readers))
-    assert {"KServe", "pod", "agent", "helm", "scheduler", "fragment", "peers", "claim"} == set(readers)
+    assert {"KServe", "pod", "agent", "helm", "scheduler", "fragment", "claim"} == set(readers)
 
 
 async def test_promql_is_executed(tmp_path: Path) -> None:

@@ -62,15 +62,14 @@ ATTEMPTS = 2
 """How often a fixture is tried that many tests share: where it fails for good, each try may take a minute."""
 
 
-@pytest.fixture(scope="session")
-def parts(pytestconfig: pytest.Config) -> Parts:
-    """The cluster's programs and images; what the cache lacks is built now."""
+def parts_of(config: pytest.Config, minor: str = "") -> Parts:
+    """A cluster's programs and images, of a Kubernetes minor; what the cache lacks is built now."""
     if os.geteuid() != 0:
         reason = "the cluster tests need root (namespaces, mounts, cgroups)"
         if os.environ.get("CI"):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    capture = config.pluginmanager.getplugin("capturemanager")
 
     def report(line: str) -> None:
         # Minutes of silence look like a hang, so progress goes past pytest's capture.
@@ -79,9 +78,15 @@ def parts(pytestconfig: pytest.Config) -> Parts:
             sys.stderr.write(f"\n{line}")
 
     try:
-        return build_parts(report)
+        return build_parts(report, minor)
     except BuildError as error:
         pytest.fail(str(error), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def parts(pytestconfig: pytest.Config) -> Parts:
+    """Those of the minor in the environment variable K8S."""
+    return parts_of(pytestconfig)
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,6 @@ from pathlib import Path
 from tests.cluster.rig import REPOSITORY
 
 
-def blocks(document: Path, heading: str, language: str) -> list[str]:
-    """The fenced code blocks of a language below a heading, in order."""
-    return re.findall(rf"^```{language}$\n(.*?)^```$", _below(document, heading), re.MULTILINE | re.DOTALL)
-
-
 def _below(document: Path, heading: str) -> str:
     text = (REPOSITORY / document).read_text(encoding="utf-8")
     found = re.search(rf"^(#+) {re.escape(heading)}$(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)

@@ -3,6 +3,7 @@
 The nodes are made up: what is shown is where pods are bound.
 """
 
+import re
 import signal
 import subprocess
 import sys
@@ -10,11 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from agent.model.demand import CORES, MPS
 from agent.model.placement import ASSIGNED, HINT
+from tests.chart import helm
 from tests.cluster import made_up
 from tests.cluster.api import ApiError
 from tests.cluster.build import Parts
@@ -26,21 +30,44 @@ from tests.cluster.waiting import NotYet, eventually
 
 NAMESPACE, PORT = "gpu-node-agent", 3456
 SHIPPED_SERVER, HERE = "https://127.0.0.1:6443/", "https://127.0.0.1:443/"
+# What the suite's guide has kube-scheduler read: an old version, one entry without a port, whole nodes.
+SUITE = """\
+apiVersion: kubescheduler.config.k8s.io/v1beta2
+kind: KubeSchedulerConfiguration
+clientConnection: {kubeconfig: /etc/kubernetes/scheduler.conf}
+extenders:
+  - enableHTTPS: true
+    filterVerb: predicates
+    managedResources: [{name: tencent.com/vcuda-core, ignoredByScheduler: false}]
+    nodeCacheCapable: false
+    urlPrefix: https://127.0.0.1:6443/api/v1/namespaces/kube-system/services/gpu-quota-admission/proxy/scheduler
+    tlsConfig:
+      insecure: false
+      certFile: /etc/kubernetes/pki/apiserver-kubelet-client.crt
+      keyFile: /etc/kubernetes/pki/apiserver-kubelet-client.key
+      caFile: /etc/kubernetes/pki/ca.crt
+"""
 
 
 @contextmanager
 def told_to_use(parts: Parts, name: str, log: Path) -> Iterator[Cluster]:
     """A cluster whose kube-scheduler has a shipped configuration, with the Services that it names."""
-    entries = shipped(name)
+    # A client without rights of its own: only the role below gives it rights.
+    with with_entries(parts, shipped(name), "scheduler", log) as cluster:
+        yield cluster
+
+
+@contextmanager
+def with_entries(parts: Parts, entries: list[dict[str, Any]], client: str, log: Path) -> Iterator[Cluster]:
+    """The same with any entries, for a kube-scheduler with that client's certificate."""
     running = Cluster(parts, Options(private_network=True))
     pki = running.layout.certificates
     services = []
     for entry in entries:
         assert entry["urlPrefix"].startswith(SHIPPED_SERVER)
-        services.append(entry["urlPrefix"].partition("/services/")[2].partition(":")[0])
+        services.append(re.split("[:/]", entry["urlPrefix"].partition("/services/")[2])[0])
         entry["urlPrefix"] = entry["urlPrefix"].replace(SHIPPED_SERVER, HERE)
-        # A client without rights of its own: only the role below gives it rights.
-        files = {"certFile": "scheduler.crt", "keyFile": "scheduler.key", "caFile": "ca.crt"}
+        files = {"certFile": f"{client}.crt", "keyFile": f"{client}.key", "caFile": "ca.crt"}
         entry["tlsConfig"] |= {key: str(pki / file) for key, file in files.items()}
     config = {"extenders": entries, "podMaxBackoffSeconds": 2}
     running.options = replace(running.options, scheduler_config=config)
@@ -78,8 +105,17 @@ def _extender(cluster: Cluster, log: Path) -> subprocess.Popen[bytes]:
 
 
 def _service(cluster: Cluster, name: str) -> None:
+    """As the chart has it; there is no pod that its selector could find."""
+    settings = tuple(f"extender.{key}=true" for key in ("enabled", "productServices", "config.http.verbs"))
+    (made,) = [
+        each
+        for each in helm.template(settings=settings)
+        if each["kind"] == "Service" and each["metadata"]["name"].endswith(name)
+    ]
     metadata = {"name": name, "namespace": NAMESPACE}
-    ports = [{"name": "http", "port": PORT, "protocol": "TCP"}]
+    ports = [
+        {key: value for key, value in each.items() if key != "targetPort"} for each in made["spec"]["ports"]
+    ]
     cluster.apply({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports}})
     target = {"kind": "Pod", "name": "extender", "namespace": NAMESPACE}
     subsets = [{"addresses": [{"ip": NODE_ADDRESS, "targetRef": target}], "ports": ports}]
@@ -186,6 +222,36 @@ def test_under_the_former_names_it_filters_and_kube_scheduler_binds(parts: Parts
         made_up.pod(cluster, "mps", 60, pair=MPS)
         _told(cluster, "mps", "no GPU offered as MPS")
         assert {pod["metadata"]["name"] for pod in made_up.bound(cluster)} == {"first", "second"}
+
+
+def test_suite_scheduler_file_works(parts: Parts, tmp_path: Path) -> None:
+    """After the two changes of docs/extender.md; as it is, kube-scheduler does not start with it."""
+    page = " ".join((REPOSITORY / "docs" / "extender.md").read_text().split())
+    (version,) = re.findall(r"`apiVersion: (kubescheduler\.config\.k8s\.io/\w+)`", page)
+    assert f"`.../namespaces/{NAMESPACE}/services/gpu-quota-admission/proxy/scheduler`" in page
+    changed = SUITE.replace("kubescheduler.config.k8s.io/v1beta2", version)
+    changed = changed.replace("/namespaces/kube-system/", f"/namespaces/{NAMESPACE}/")
+    lines = zip(SUITE.splitlines(), changed.splitlines(), strict=True)
+    assert sum(before != after for before, after in lines) == 2
+
+    file = tmp_path / "suite.yaml"
+    file.write_text(SUITE)
+    refused = subprocess.run(
+        [parts.program("kube-scheduler"), f"--config={file}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert refused.returncode != 0
+    assert "kubescheduler.config.k8s.io/v1beta2" in refused.stderr
+
+    entries = yaml.safe_load(changed)["extenders"]
+    with with_entries(parts, entries, "kubelet-client", tmp_path / "extender.log") as cluster:
+        made_up.pod(cluster, "first", 60)
+        _on_node(cluster, "first")
+        made_up.pod(cluster, "second", 60)
+        _told(cluster, "second", "GPUs of 1 bound pod not known yet")  # so it was asked
 
 
 @pytest.mark.parametrize("name", ["extender.yaml", "proxied.yaml", "legacy-names.yaml"])

@@ -1,4 +1,4 @@
-"""Attempts of a tenant to get more than its cap; the numbers are those of docs/vgpu.md.
+"""Attempts of a tenant to get more than its cap; the numbers are those of docs/security.md.
 
 A program runs as in a container: a mount namespace with the container's folder at a path of its own and an
 /etc whose ld.so.preload names the library.

@@ -1,6 +1,6 @@
 """A driver does what the enforcement library takes for granted and no reference says; without limits.
 
-Each of them is a sentence of docs/vgpu.md, "What counts, and what does not".
+docs/vgpu.md, "What counts", leans on them.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Karpenter with its kwok provider beside the extender: nodes come for pods that need GPUs, full ones stay.
 
-The nodes are objects that kwok keeps ready. The NodePool is the one of docs/extender.md.
+The nodes are objects that kwok keeps ready. The NodePool is the one of config/peers.
 """
 
 import json
@@ -16,15 +16,15 @@ import yaml
 from agent.model.demand import CORES, VGPU
 from agent.model.node_inventory import INVENTORY, encode
 from tests.bench import arrivals
-from tests.cluster import documented, extender_process, made_up
+from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts
 from tests.cluster.build.peers import KARPENTER, KWOK, BuiltPeer, Peer
 from tests.cluster.made_up import GPUS
-from tests.cluster.rig import Cluster, free_ports
+from tests.cluster.rig import REPOSITORY, Cluster, free_ports
 from tests.cluster.waiting import NotYet, eventually
 from tests.peers.program import install_kinds, running
 
-PAGE, HEADING = Path("docs/extender.md"), "Karpenter"
+POOL = REPOSITORY / "config" / "peers" / "karpenter.yaml"
 MODE = {"nvidia-device-enable": "vgpu"}
 MOST_NODES = 50
 HALF = 50  # hundredths of a GPU
@@ -47,7 +47,7 @@ def scaled(
     """A cluster that Karpenter scales, with the extender."""
     folder = tmp_path_factory.mktemp("karpenter")
     karpenter, kwok = peer(KARPENTER), peer(KWOK)
-    (pool,) = documented.blocks(PAGE, HEADING, "yaml")
+    pool = POOL.read_text()
     with ExitStack() as stack:
         cluster = stack.enter_context(extender_process.directed(parts, port, queries_per_second=200))
         stack.enter_context(extender_process.serving(cluster, port, folder / "extender.log"))

@@ -1,6 +1,6 @@
 """Kueue before kube-scheduler and the extender: two teams share one node by quotas of cores and memory.
 
-The objects are those of docs/extender.md. The node exists as an object only, and nothing runs on it.
+The objects are those of config/peers. The node exists as an object only, and nothing runs on it.
 """
 
 import base64
@@ -15,16 +15,16 @@ import yaml
 
 from agent.model.demand import CORES, VGPU
 from tests.bench import arrivals
-from tests.cluster import documented, extender_process, made_up
+from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts
 from tests.cluster.build.peers import KUEUE, BuiltPeer, Peer
 from tests.cluster.extender_process import Replica
 from tests.cluster.pki import Authority
-from tests.cluster.rig import Cluster, free_ports
+from tests.cluster.rig import REPOSITORY, Cluster, free_ports
 from tests.cluster.waiting import NotYet, eventually
 from tests.peers.program import documents, install_kinds, running
 
-PAGE, HEADING = Path("docs/extender.md"), "Kueue"
+FILES = REPOSITORY / "config" / "peers"
 QUEUE = "kueue.x-k8s.io/queue-name"
 API = "kueue.x-k8s.io/v1beta2"
 WEBHOOKS = ("job", "pod", "clusterqueue", "resourceflavor", "workload")
@@ -53,8 +53,8 @@ def kueue(
 ) -> Iterator[list[dict[str, Any]]]:
     """Kueue with the documented configuration; the documented objects, which are there."""
     made = peer(KUEUE)
-    configuration, text = documented.blocks(PAGE, HEADING, "yaml")
-    # The other team's, as the page says.
+    configuration, text = [(FILES / f"kueue-{name}.yaml").read_text() for name in ("configuration", "queues")]
+    # The other team's, as the file says.
     both = [text, text.replace("team-a", "team-b")]
     objects = [each for one in both for each in yaml.safe_load_all(one)]
     install_kinds(directed, made.manifests / "config/components/crd/bases")

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from agent.model.mps_abilities import MEMORY_LIMIT, THREAD_PERCENTAGE
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "developers.md"
 ASKED = (
     {"nvidia.com/gpu"},
@@ -42,6 +44,19 @@ def test_each_workload_asks_for_one_mode_and_for_both_halves_of_a_share() -> Non
         for name, amount in asked.items():
             assert isinstance(amount, int)
             assert 1 <= amount <= (100 if name.endswith("core") else 640)
+
+
+def test_the_ranks_of_the_mpi_example_have_one_share_together() -> None:
+    """MPS holds each process to its caps, not the container."""
+    file = "config/examples/mpi/ranks.yaml"
+    job = yaml.safe_load((PAGE.parents[1] / file).read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    ranks = int(container["command"][container["command"].index("-np") + 1])
+    words = container["args"][-1]
+    caps = [int(re.findall(rf"{name}=(?:0=)?(\d+)", words)[0]) for name in (THREAD_PERCENTAGE, MEMORY_LIMIT)]
+    assert [ranks * each for each in caps] == list(container["resources"]["limits"].values())
+    assert set(container["resources"]["limits"]) == ASKED[2]
+    assert file in PAGE.read_text()
 
 
 def test_the_workloads_that_people_ask_for_are_there() -> None:

@@ -1,4 +1,4 @@
-"""The threat table of docs/security.md names tests that there are."""
+"""The tables of threats and of escapes in docs/security.md name tests that there are."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,8 @@ HEADER = "| who | tries | what stops it | test |"
 ESCAPES = "| # | attempt | outcome | test |"
 
 
-def _rows(page: str = "security.md", header: str = HEADER) -> list[list[str]]:
-    text = (ROOT / "docs" / page).read_text()
+def _rows(header: str = HEADER) -> list[list[str]]:
+    text = (ROOT / "docs" / "security.md").read_text()
     table = text[text.index(header) :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table]
 
@@ -25,7 +25,7 @@ def _defined() -> set[str]:
 
 
 def test_every_escape_from_limits_names_tests_that_exist() -> None:
-    rows, defined = _rows("vgpu.md", ESCAPES), _defined()
+    rows, defined = _rows(ESCAPES), _defined()
     numbers = {int(number) for row in rows for number in row[0].split(", ")}
     assert numbers == set(range(1, 23))
     for number, attempt, outcome, tests in rows:

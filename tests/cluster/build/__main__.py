@@ -8,7 +8,7 @@ import time
 
 from tests.cluster.build import BuildError, agent_image, build_parts, cache, missing_parts, release_tools
 from tests.cluster.build.container_toolkit import toolkit_family
-from tests.cluster.build.peers import PEERS, built
+from tests.cluster.build.peers import EARLIER_KUBERNETES, PEERS, built
 
 PROGRAMS = (release_tools.REGISTRY, release_tools.ACTIONLINT)
 """Programs that only the tests of releases need."""
@@ -19,6 +19,7 @@ def missing(with_peers: bool) -> list[str]:
     """Parts to be built, each with the minutes that it takes on two cores that do nothing else."""
     found = missing_parts()
     if with_peers:
+        found += [part for part in missing_parts(EARLIER_KUBERNETES) if part not in found]
         return found + [
             f"{each.family.label} (about {each.minutes} min, once)"
             for each in PEERS
@@ -46,6 +47,7 @@ def main() -> int:
         report(f"to build first: {', '.join(missing(with_peers)) or 'nothing'}")
         build_parts(report)
         if with_peers:
+            build_parts(report, EARLIER_KUBERNETES)
             for each in PEERS:
                 built(each, report)
             return 0

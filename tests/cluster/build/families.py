@@ -16,7 +16,7 @@ from tests.cluster.build.errors import BuildError
 
 MODULES = Path(__file__).parent / "modules"
 DEFAULT_KUBERNETES = "1.37"
-KUBERNETES_VERSIONS: Mapping[str, str] = {"1.34": "1.34.4", "1.36": "1.36.3", "1.37": "1.37.2"}
+KUBERNETES_VERSIONS: Mapping[str, str] = {"1.34": "1.34.4", "1.36": "1.36.5", "1.37": "1.37.2"}
 """Minor -> pinned release. A further minor needs its own `modules/kubernetes-<minor>` and a line here."""
 
 

@@ -60,9 +60,9 @@ class Parts:
         return tuple(sorted((self.base / "images").glob("*.tar")))
 
 
-def missing_parts() -> list[str]:
+def missing_parts(minor: str = "") -> list[str]:
     """Parts that `build_parts` would have to build first, each with the minutes that it takes."""
-    wanted = [(each.name, each.label, each.key()) for each in families(kubernetes_minor()).all()]
+    wanted = [(each.name, each.label, each.key()) for each in families(minor or kubernetes_minor()).all()]
     wanted.append(("base", "base", _base_key()))
     return [
         f"{label} (about {BUILD_MINUTES[name]} min, once)"
@@ -71,13 +71,12 @@ def missing_parts() -> list[str]:
     ]
 
 
-def build_parts(report: Report = lambda _line: None) -> Parts:
-    """Return the parts for the Kubernetes minor in the environment variable K8S, built on a miss.
+def build_parts(report: Report = lambda _line: None, minor: str = "") -> Parts:
+    """Return the parts for a Kubernetes minor, else for that of the variable K8S, built on a miss.
 
     `report` gets one line per step. Raises BuildError with the remedy when something cannot be had.
     """
-    minor = kubernetes_minor()
-    wanted = families(minor)
+    wanted = families(minor or kubernetes_minor())
     started = time.monotonic()
     debian.ensure(RUNTIME_COMMANDS, report)
     parts = Parts(

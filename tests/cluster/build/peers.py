@@ -10,6 +10,9 @@ from tests.cluster.build.cache import Report
 from tests.cluster.build.commands import run
 from tests.cluster.build.families import GoFamily
 
+EARLIER_KUBERNETES = "1.36"
+"""The oldest minor whose API server keeps claims (DRA) exact, beside the default one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
@@ -55,7 +58,22 @@ KWOK = Peer(
     manifests=("kustomize/stage",),
     minutes=2,
 )
-PEERS = (KUEUE, KARPENTER, KWOK)
+NVIDIA_DRA = Peer(
+    family=GoFamily(
+        name="nvidia-dra",
+        version="0.4.1",
+        module="nvidia-dra",
+        programs={"sigs.k8s.io/dra-driver-nvidia-gpu/cmd/gpu-kubelet-plugin": "gpu-kubelet-plugin"},
+        # Functions of NVML are bound when they are called.
+        ldflags="-extldflags=-Wl,-z,lazy",
+        cgo=True,
+    ),
+    module="sigs.k8s.io/dra-driver-nvidia-gpu",
+    # Its manifests are a chart's templates.
+    manifests=(),
+    minutes=3,
+)
+PEERS = (KUEUE, KARPENTER, KWOK, NVIDIA_DRA)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Attempts of a tenant to get more than its cap; the numbers are those of docs/vgpu.md.
+"""Attempts of a tenant to get more than its cap; the numbers are those of docs/security.md.
 
 Those that are tried on hardware, too, are in tests/gpu/escapes.py.
 """
@@ -151,7 +151,7 @@ def test_escape_9_deepbind(container: MakeContainer, etc: Path, machine: CudaMac
 def test_escape_9_dlmopen(container: MakeContainer, etc: Path, machine: CudaMachine, driver: Path) -> None:
     """The loader preloads nothing into a namespace of its own, and the driver's copy there is another one.
 
-    So this one gets through, as docs/vgpu.md says. A change of that is to be written down there.
+    So this one gets through, as docs/security.md says. A change of that is to be written down there.
     """
     made = container(1024)
     assert _granted(made, etc, machine, driver, ["env"], DLMOPEN) == UNLIMITED
