@@ -40,7 +40,7 @@ class Made(msgspec.Struct, frozen=True):
 class _Document(msgspec.Struct, frozen=True):
     boot_id: str
     made: tuple[Made, ...] = ()
-    switched: tuple[str, ...] = ()  # GPUs whose MIG mode this agent turned on; of any boot
+    switched: tuple[str, ...] = ()  # GPUs whose MIG mode this agent turned on
 
 
 class MadeBook:
@@ -70,9 +70,8 @@ class MadeBook:
                 consequence="the instances that are there count as made by others, and stay",
             )
             return
-        self.switched = frozenset(found.switched)
         if found.boot_id == self._boot_id:
-            self._made = frozenset(found.made)
+            self._made, self.switched = frozenset(found.made), frozenset(found.switched)
 
     def is_ours(self, gpu: str, instance: GpuInstance, uuid: str) -> bool:
         """Whether this agent made an instance; `uuid`: of what containers can have of it, if anything."""

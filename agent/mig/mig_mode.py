@@ -2,10 +2,12 @@
 
 from contextlib import suppress
 
+import anyio
 import structlog
 
 from agent.mig.made import MadeBook
 from agent.model.gpu import Gpu
+from agent.model.modes import Mode
 from agent.model.node_layout import resolve
 from agent.modes.wing import Node, NotYet, SetUpFailed
 from agent.nvml.nvml_errors import NvmlCode, NvmlError
@@ -13,12 +15,14 @@ from agent.nvml.nvml_errors import NvmlCode, NvmlError
 log = structlog.get_logger()
 
 SWITCH_SECONDS = 60.0  # with the reset of a GPU
+SEEN_SECONDS = 5.0
 
 
 class MigSwitch:
     def __init__(self, node: Node, book: MadeBook) -> None:
         self._node = node
         self._book = book
+        self._stays: dict[str, str] = {}  # GPUs whose MIG mode could not be turned off, and why
 
     def obstacle(self, gpu: Gpu) -> str:
         """Why MIG mode of a GPU is not turned on, in words; empty: it is."""
@@ -45,30 +49,49 @@ class MigSwitch:
         """Nobody holds anything of it. Raises SetUpFailed."""
         if self._now(gpu).mig_enabled:
             return
+        self._stays.pop(gpu.uuid, None)
         if obstacle := self.obstacle(self._now(gpu)):
             raise SetUpFailed(obstacle)
         try:
             await self._book.note_switch(gpu.uuid, on=True)
-            await self._set(gpu, on=True)
         except OSError as error:
             raise NotYet(f"MIG mode is not turned on, since that cannot be written down: {error}") from error
+        try:
+            await self._set(gpu, on=True)
         except NvmlError as error:
+            with suppress(OSError):
+                await self._book.note_switch(gpu.uuid, on=False)
             if error.code == NvmlCode.IN_USE:
                 text = f"MIG mode cannot be turned on while something uses the GPU ({error}): end it"
                 raise NotYet(text) from error
             raise SetUpFailed(f"MIG mode cannot be turned on: {error}") from error
 
+    def undoes(self, gpu: Gpu) -> str:
+        """Whether MIG mode is turned off once mode mig has left the GPU, in words; empty: it is not."""
+        in_force = self._node.assignment.value.of(gpu.uuid).mode is Mode.MIG
+        if in_force and gpu.mig_enabled and self._may_turn_off(gpu) and gpu.uuid not in self._stays:
+            return "its MIG mode is turned off for another mode"
+        return ""
+
+    def _may_turn_off(self, gpu: Gpu) -> bool:
+        settings = self._node.settings.mig
+        ours = settings.manage and gpu.uuid in self._book.switched
+        return ours and (gpu.mig_switch == "live" or settings.allow_reset)
+
     async def turn_off(self, gpu: Gpu) -> None:
         """Where this agent turned it on and nobody's instance is left; never fails."""
-        if gpu.uuid not in self._book.switched or not self._node.settings.mig.manage:
+        if not self._may_turn_off(self._now(gpu)):
             return
-        reset = self._now(gpu).mig_switch == "reset"
-        if reset and not self._node.settings.mig.allow_reset:
-            return
-        with suppress(NvmlError, OSError):
+        try:
             await self._clear(gpu.uuid)
             await self._set(gpu, on=False)
             await self._book.note_switch(gpu.uuid, on=False)
+        except (NvmlError, OSError) as error:
+            self._stays[gpu.uuid] = str(error)
+            log.warning("mig_mode_stays", gpu=gpu.uuid, problem=str(error))
+            return
+        with anyio.move_on_after(SEEN_SECONDS):
+            await self._node.snapshot.wait_for(lambda _: not self._now(gpu).mig_enabled)
 
     async def _clear(self, uuid: str) -> None:
         """Destroy this agent's instances; those of others stay, and MIG mode with them."""

@@ -90,6 +90,10 @@ class MigWing(Wing):
             )
         return ""
 
+    def undoes(self, state: GpuState) -> str:
+        """See the interface: MIG mode that a layout had turned on."""
+        return self._switch.undoes(state.gpu)
+
     async def prepare(self, gpu: Gpu) -> None:
         """See the interface: its MIG mode is turned on."""
         await self._switch.turn_on(gpu)

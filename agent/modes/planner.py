@@ -82,12 +82,9 @@ def _gated(state: GpuState, target: Target, wings: Wings, lacks: str) -> GpuMode
     if target.mode is Mode.OFF:
         return GpuMode(reason="no mode is set for this GPU")
     wing, dra = wings.get(target.mode), target.mode.row.by_claims
-    if reason := _obstacle(state, target, wing) or lacks:
+    if state.gpu.mig_enabled and not target.mode.row.partitioned:
+        undone = next((text for each in wings.values() if (text := each.undoes(state))), "")
+        return GpuMode(reason=undone or MIG_REASON, refused=not undone)
+    if reason := (wing.obstacle(state) if wing else "") or lacks:
         return GpuMode(reason=reason, refused=True)
     return GpuMode(target.mode, replicas=target.replicas, dra=dra, instances=target.instances)
-
-
-def _obstacle(state: GpuState, target: Target, wing: Wing | None) -> str:
-    if state.gpu.mig_enabled and not target.mode.row.partitioned:
-        return MIG_REASON
-    return wing.obstacle(state) if wing else ""

@@ -144,6 +144,10 @@ class Wing(ABC):
         """Why a GPU cannot be offered in the mode, in words; empty: it can."""
         return ""
 
+    def undoes(self, state: GpuState) -> str:  # noqa: ARG002
+        """Say what `give_back` changes, without which no other mode can have a GPU; empty: nothing."""
+        return ""
+
     async def prepare(self, gpu: Gpu) -> None:  # noqa: B027
         """Make a GPU ready; bounded in time, and may be cancelled. Raises SetUpFailed."""
 

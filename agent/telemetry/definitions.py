@@ -95,7 +95,7 @@ GPU_PCIE = _gauge(
     (*_GPU, "direction"),
     "Sent and received; with sampling.pcieThroughput.",
 )
-_ACTIVITY = "with sampling.activity, where GPU and driver have it."
+_ACTIVITY = "with sampling.activity."
 GPU_ENGINE_ACTIVE = _gauge(
     "gpu_engine_active_ratio",
     _GPU,
@@ -260,7 +260,7 @@ INSTANCE_MEMORY_USED = _gauge("instance_memory_used_bytes", _INSTANCE, "Memory i
 INSTANCE_MEMORY_TOTAL = _gauge("instance_memory_total_bytes", _INSTANCE, "Memory there is.")
 INSTANCE_STEPS = _gauge("instance_steps", _GPU, "Steps left to the layout; 0: it is reached.")
 INSTANCE_CHANGES = _counter(
-    "instance_changes", ("action", "result"), "For layouts: make or destroy, done or failed."
+    "instance_changes", ("action", "result"), "Instances made and destroyed for layouts; done or failed."
 )
 
 # Our own CDI specification; only where NVIDIA's generator is at hand.

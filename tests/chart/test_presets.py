@@ -183,12 +183,9 @@ def test_preset_on_noexec_var(tmp_path: Path) -> None:
     assert "mounted noexec" in _on_the_host(tmp_path / "other", state('preset="host"'))
 
 
-def test_the_table_says_of_each_preset_in_the_same_words_what_nobody_has_tried() -> None:
-    install = (helm.CHART.parents[1] / "docs" / "install.md").read_text()
-    starts = tuple(f"| `{name}` |" for name in PRESETS)
-    table = [line for line in install.splitlines() if line.startswith(starts) and line.endswith("tried it |")]
-    assert {row.split("`")[1] for row in table} == set(PRESETS) - {"auto"}
-    assert {row.split("|")[-2].strip() for row in table} == {"nobody has tried it"}
+def test_the_documents_say_that_nobody_has_tried_the_presets_where_they_are_for() -> None:
+    install = " ".join((helm.CHART.parents[1] / "docs" / "install.md").read_text().split())
+    assert "Nobody has tried any of them on the vendors' own clusters." in install
 
 
 def test_mps_takes_the_driver_root_of_the_preset() -> None:

@@ -12,6 +12,7 @@ from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.pace import scaled
 from tests.scenarios.agent_face import logged, metric, page
+from tests.scenarios.rig import GPU
 
 SMALL, HALF = "nvidia.com/mig-1g.18gb", "nvidia.com/mig-3g.71gb"
 DOUBLE, FOREIGN = "nvidia.com/mig-1g.35gb", "nvidia.com/mig-2g.35gb"
@@ -163,6 +164,33 @@ async def test_failed_creation_offers_nothing_half() -> None:
         await rig.wait_allocatable(2, SMALL)
         assert await rig.phase(half) is Phase.RUNNING
         assert await metric(rig, r'gpu_agent_instance_changes_total{action="make",result="failed"}') >= 1
+
+
+async def test_mig_mode_comes_and_goes_with_a_layout() -> None:
+    """A GPU that is not in MIG mode: it is drained, switched, divided, and given back."""
+    async with embedded_rig("1.36") as rig:
+        await start(rig, "pgpu")
+        await rig.wait_allocatable(8, GPU)
+        await switch(rig, "small")
+        await rig.wait_allocatable(2, SMALL)
+        await rig.wait_allocatable(7, GPU)
+        pod = await run(rig, "small", SMALL)
+        await switch(rig, "pgpu")
+        await rig.wait_allocatable(0, SMALL)
+        await anyio.sleep(1)
+        assert rig.machine.gpu(0).mig_mode
+        assert await rig.phase(pod) is Phase.RUNNING
+        await rig.delete_pod(pod)
+        await rig.wait_allocatable(8, GPU)
+        assert not rig.machine.gpu(0).mig_mode
+        # One on which others made an instance keeps its MIG mode, and says so.
+        await switch(rig, "small")
+        await rig.wait_allocatable(2, SMALL)
+        rig.machine.make_instance(0, "1g.18gb")
+        await switch(rig, "pgpu")
+        await told(rig, "mig_mode_stays")
+        await rig.wait_allocatable(7, GPU)
+        assert placed(rig) == {("1g.18gb", 6)}
 
 
 async def test_instances_come_back_after_a_reboot() -> None:

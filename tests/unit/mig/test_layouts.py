@@ -99,7 +99,7 @@ async def running(rig: Rig) -> AsyncIterator[MigWing]:
     wing = await MigWing.build(rig.node)
     async with anyio.create_task_group() as group:
         for task in wing.tasks():
-            group.start_soon(task.run)
+            group.start_soon(rig.node.supervisor.restarting, task.name, task.run)
         try:
             yield wing
         finally:
