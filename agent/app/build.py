@@ -21,6 +21,7 @@ from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
 from agent.model.growth import Growth, Place
+from agent.model.holding import Record
 from agent.model.modes import Assignment, Mode
 from agent.modes.mode_metrics import modes_collector
 from agent.modes.wing import Node, Wing
@@ -122,7 +123,7 @@ async def build(
         *([cluster.remarks] if cluster else []),
         *([keeper.remarks] if keeper else []),
         *(each.remarks for each in wings.values()),
-        door.remarks if door else partial(_no_door, settings),
+        door.remarks if door else partial(_no_door, settings, core.holdings.cell),
         lambda: [] if cluster is None or cluster.problem else node_writers.remarks(written),
         switching.cordons.remarks,
         *([switching.upgrade.remarks] if switching.upgrade else []),
@@ -174,10 +175,13 @@ async def _door(node: Node, wings: Mapping[Mode, Wing], core: Core) -> "DraDoor 
     return await DraDoor.build(node, node.cluster, wings, core.readiness.switch)
 
 
-def _no_door(settings: Settings) -> list[str]:
-    """A door that cannot be had."""
+def _no_door(settings: Settings, record: Cell[Record | None]) -> list[str]:
+    """A door that cannot be had, or is closed on those inside: the kubelet ends no pod without its driver."""
     if not settings.dra.enabled:
-        return []
+        holdings = record.value.holdings if record.value else ()
+        pods = sorted({f"{each.namespace}/{each.pod}" for each in holdings if each.share})
+        text = f"{len(pods)} pod(s) have GPUs by claims ({', '.join(pods[:5])}), and dra.enabled is off"
+        return [f"{text}: they cannot end before it is on again"] if pods else []
     return [
         "dra.enabled is true, but there is no way to the API server: GPUs of mode dra are offered to nobody"
     ]

@@ -192,10 +192,10 @@ def foreign_agents(device_plugins: Path, registry: Path) -> Iterator[Foreign]:
     for folder, known in ((device_plugins, FOREIGN_SOCKETS), (registry, FOREIGN_PLUGINS)):
         for name, owner in known.items():
             if (folder / name).exists():
-                yield Foreign(name, owner, _listens(folder / name))
+                yield Foreign(name, owner, listens(folder / name))
 
 
-def _listens(path: Path) -> bool:
+def listens(path: Path) -> bool:
     """Whether somebody answers: a process that was killed leaves its socket behind."""
     try:
         folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)

@@ -83,7 +83,7 @@ async def refuse_holders(settings: Settings, known: PodCache | None) -> frozense
     except PodResourcesUnavailable as error:
         raise CleanupFailed(f"who holds {_shares()} shares is not known: {error}") from error
     holders = [holder for each in pods.by_gpu.values() for holder in each]
-    ending = {wing.mode for wing in WINGS if wing.prepares}
+    ending = {wing.mode for wing in WINGS if wing.mode.row.needs_daemon}
     held = {holder.pod for holder in holders if holder.mode in ending}
     if held:
         raise CleanupRefused(
@@ -95,7 +95,7 @@ async def refuse_holders(settings: Settings, known: PodCache | None) -> frozense
 
 def _shares() -> str:
     """The modes, as people say them, whose containers need something of the agent's that runs."""
-    pairs = [wing.mode.row.pair for wing in WINGS if wing.prepares]
+    pairs = [wing.mode.row.pair for wing in WINGS if wing.mode.row.needs_daemon]
     return " and ".join(pair.name for pair in pairs if pair)
 
 

@@ -270,6 +270,13 @@ class ClaimPreparer:
     async def _switched(self, claim: HeldClaim, uuid: str, *, known: bool) -> None:
         """Return once a GPU is in the mode of a claim, and well. Raises ClaimRefused."""
         mode = next(each.share.mode for each in claim.devices if each.share.gpu == uuid)
+
+        def well() -> bool:
+            state = self._inventory.value.by_uuid.get(uuid)
+            return known or bool(state and state.healthy)
+
+        if _serves(self._assignment.value.of(uuid), mode, known=known) and well():
+            return
         refused: list[ClaimRefused] = []
         async with anyio.create_task_group() as group:
 
@@ -283,8 +290,7 @@ class ClaimPreparer:
 
             group.start_soon(watch)
             await self._assignment.wait_for(lambda now: _serves(now.of(uuid), mode, known=known))
-            if not known:
-                await self._inventory.wait_for(lambda now: uuid in now.by_uuid and now.by_uuid[uuid].healthy)
+            await self._inventory.wait_for(lambda _: well())
             group.cancel_scope.cancel()
         if refused:
             raise refused[0]

@@ -42,7 +42,8 @@ log = structlog.get_logger()
 
 # A pod that the scheduler was placing when a taint was written is allocated within this time, if at all.
 SETTLED_SECONDS = 3.0
-LEAVING_LOOK_SECONDS = 2.0
+LEAVING_LOOK_SECONDS = 2.0  # at first: each look is a list of the cluster's claims, by any number of nodes
+LEAVING_LONGEST_SECONDS = 60.0
 SHOWN_SECONDS = 2.0  # for the watch to show a new slice
 REFUSED_LOOK_SECONDS = 60.0
 IDLE_SECONDS = 300.0
@@ -82,6 +83,7 @@ class SlicePublisher:
         self._supported = False
         self._told: set[str] = set()
         self._wake = Cell(None)
+        self._looks = Backoff(LEAVING_LOOK_SECONDS, LEAVING_LONGEST_SECONDS)
         self.problem = "it has not been looked at yet whether the cluster has what DRA needs"
         self.writes = 0
         self.failures = 0
@@ -119,6 +121,7 @@ class SlicePublisher:
                     continue
                 with anyio.move_on_after(pause):
                     await self._wake.wait_change(seen)
+                    self._looks.reset()
 
     async def wait_listed(self, seconds: float) -> None:
         """Wait for a bounded time until it is known what slices of before list."""
@@ -173,7 +176,7 @@ class SlicePublisher:
             if self.problem and not absent:
                 log.info("slices_as_wanted", slices=len(wanted))
             self.problem = "the kubelet has not registered the driver" if absent else ""
-        return LEAVING_LOOK_SECONDS if kept or due else IDLE_SECONDS
+        return LEAVING_LOOK_SECONDS if due else self._looks.next() if kept else IDLE_SECONDS
 
     async def _look_at_support(self) -> bool:
         problem = await support.problem_of(self._api, self._node, self._node_facts()[1])

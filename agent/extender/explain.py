@@ -74,6 +74,10 @@ async def explain(api: KubeApi, namespace: str, name: str) -> list[str]:
     except Impossible as error:
         which = "another one would fit on no node either" if refused else f"pod {who} fits on no node"
         return [*lines, f"{which}, whatever ends: {error}"]
+    if demand.nothing and pod.spec.resource_claims and not lines:
+        claims = ", ".join(each.name for each in pod.spec.resource_claims)
+        more = f"kubectl gpu explain {who} says what they ask for"
+        return [f"pod {who} asks by claims ({claims}), judged by kube-scheduler; {more}"]
     if demand.nothing:
         return lines or [f"pod {who} asks for no GPU; see its events for what else it waits for"]
     if refused:

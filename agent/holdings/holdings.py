@@ -186,9 +186,10 @@ class HoldingsWatch:
 
         It frees what they held with each List, and names them until the next writing, maybe days later.
         """
-        silent = self.problem is None and not self.view().complete
-        pods, listed = self._record.pods if silent else {}, self._record.joined.pods
-        doubtful = frozenset(uid for uid, pod in pods.items() if pod.key not in listed)
+        pods, listed = self._record.pods if self.problem is None else {}, self._record.joined.pods
+        view = self.view()
+        shown = view.pods.keys() if view.complete else ()
+        doubtful = frozenset(uid for uid, pod in pods.items() if pod.key not in listed and uid not in shown)
         now = anyio.current_time()
         if not doubtful <= self._doubtful:
             self._rewrites.reset()

@@ -32,6 +32,7 @@ class View:
     heard: float = -math.inf  # when the watch last spoke, by the monotonic clock in seconds
     # UIDs of pods of which the API server, asked for each of them, has said that they are over.
     over: Collection[str] = frozenset()
+    away: bool = False  # it is asked, and does not say now
 
     def ended(self, uid: str) -> bool:
         """Whether a pod that was seen before is gone or has finished, as far as is known."""
@@ -178,6 +179,8 @@ def join(
         parents=before.joined.parents,
         leftover=frozenset(leftover),
         began=listed.began,
+        uids=_uids(pods),
+        away=view.away,
     )
     unknown = by_pod.keys() - view.pods.keys() - named.keys()
     nameless = _nameless(before, unknown, listed.began, fresh=fresh)
@@ -211,8 +214,8 @@ def _by_pod(
     """Our devices by UID, as the checkpoint has them.
 
     A kubelet that has just started may forget, and no longer write down, a pod of which it has not heard
-    yet: one that lives by the API server's word goes on as it was until this kubelet has listed it. What no
-    list shows, as with init containers, goes on until the pod's end.
+    yet: one that lives by the API server's word, or may live while that is away, goes on as it was until this
+    kubelet has listed it. What no list shows, as with init containers, goes on until the pod's end.
     """
     found: dict[str, dict[Place, frozenset[str]]] = {}
     for (uid, container, resource), ids in entries.items():
@@ -220,9 +223,9 @@ def _by_pod(
             found.setdefault(uid, {})[container, resource] = ids
     for uid, pod in before.pods.items():
         known = view.pods.get(uid)
-        if uid in found or known is None or known.finished:
+        if uid in found or uid in view.over or (known.finished if known else not view.away):
             continue
-        unheard = known.key not in keys and uid not in heard_of
+        unheard = (known or pod).key not in keys and uid not in heard_of
         kept = {place: each.id_set for place, each in pod.holdings.items() if unheard or not each.listed}
         if kept:
             found[uid] = kept
@@ -275,6 +278,16 @@ def _unlisted(
     if earlier and same and (earlier.listed or earlier.source is source):
         return earlier
     return Holding(*names, *place, tuple(sorted(ids)), source=source)
+
+
+def _uids(pods: Mapping[str, PodEvidence]) -> Mapping[PodKey, str]:
+    """Of two pods of one name it is not known whose a holding is."""
+    found: dict[PodKey, str] = {}
+    twice: set[PodKey] = set()
+    for uid, pod in pods.items():
+        if pod.key and found.setdefault(pod.key, uid) != uid:
+            twice.add(pod.key)
+    return {key: uid for key, uid in found.items() if key not in twice} if twice else found
 
 
 def _keys(listed: Record) -> frozenset[PodKey]:

@@ -97,7 +97,10 @@ class Layouts:
         }
         for uuid in self._courses.keys() - wanted.keys():
             del self._courses[uuid]
-            self._mark(uuid, frozenset())
+        # What drained before a restart does so until it is known that no layout asks for it.
+        known = {uuid for uuid, mode in assignment.gpus.items() if mode.offered and mode.mode is not Mode.OFF}
+        for uuid in self._marked.keys() & known - wanted.keys():
+            await self._mark(uuid, frozenset())
         pauses = [await self._gpu(uuid, names) for uuid, names in wanted.items()]
         return min((pause for pause in pauses if pause is not None), default=None)
 
@@ -116,7 +119,7 @@ class Layouts:
         try:
             pause = await self._steps(state, course, wanted)
         except Misfit as error:
-            self._mark(uuid, frozenset())
+            await self._mark(uuid, frozenset())
             self._tell(state, course, GpuLayout(wanted, problem=str(error)))
             return LOOK_SECONDS
         except (NvmlError, OSError) as error:
@@ -138,16 +141,27 @@ class Layouts:
             partition = await self._read(state.uuid)
             there = self._standing(state.uuid, course, partition)
             steps = plan_layout(partition.profiles, wanted, there)
+            self._refuse_if_busy(steps)
             # A failure stands until a try went well: one that goes on is one event.
             self._tell(state, course, GpuLayout(wanted, tuple(sentences(steps)), course.problem))
             going = frozenset(each.uuid for each in (*steps.destroy, *steps.drain) if each.uuid)
-            self._mark(state.uuid, going)
+            await self._mark(state.uuid, going)
             if not steps:
                 return None
             destroyed = steps.destroy and await self._destroy(state, course, steps.destroy)
             if not destroyed and not await self._make(state, steps):
                 break
         return DRAIN_LOOK_SECONDS
+
+    def _refuse_if_busy(self, steps: Steps) -> None:
+        """With whenBusy refuse nothing begins to drain. Raises Misfit."""
+        held = [each for each in steps.drain if each.uuid not in self.leaving]
+        if held and self._node.settings.when_busy == "refuse":
+            names = ", ".join(f"{each.profile} (GPU instance {each.instance.number})" for each in held)
+            raise Misfit(
+                f"whenBusy is refuse and {names} would have to drain, held by "
+                f"{', '.join(sorted({each.holder for each in held}))}; end these pods or set whenBusy: drain"
+            )
 
     async def _read(self, uuid: str) -> Partition:
         partition = await self._node.calls.run(self._node.nvml.partition, uuid, deadline=CALL_SECONDS)
@@ -238,7 +252,13 @@ class Layouts:
         log.info(event, gpu=state.uuid, profile=profile, start=start)
         self._node.read_again()
 
-    def _mark(self, uuid: str, going: frozenset[str]) -> None:
+    def restore(self) -> None:
+        """Offer no more what was draining when an earlier agent ended."""
+        for uuid, instances in self._book.leaving.items():
+            self._marked[uuid] = frozenset(instances)
+            self.leaving |= dict.fromkeys(instances, LEAVING)
+
+    async def _mark(self, uuid: str, going: frozenset[str]) -> None:
         """Offer these instances of a GPU no more, and all others again: before anybody else can run."""
         before = self._marked.get(uuid, frozenset())
         if going == before:
@@ -249,6 +269,8 @@ class Layouts:
         self.leaving |= dict.fromkeys(going, LEAVING)
         for plugin in self._plugins():
             plugin.refresh()
+        with suppress(OSError):  # nothing can be made then, and that is said
+            await self._book.note_leaving(uuid, going)
 
     def _tell(self, state: GpuState, course: _Course, layout: GpuLayout) -> None:
         """Put the way into words for status; log it and make an event where it takes a turn."""

@@ -41,6 +41,7 @@ class _Document(msgspec.Struct, frozen=True):
     boot_id: str
     made: tuple[Made, ...] = ()
     switched: tuple[str, ...] = ()  # GPUs whose MIG mode this agent turned on
+    leaving: dict[str, tuple[str, ...]] = {}  # instances that are offered no more, by GPU
 
 
 class MadeBook:
@@ -53,6 +54,7 @@ class MadeBook:
         self._made: frozenset[Made] = frozenset()
         self._written = b""
         self.switched: frozenset[str] = frozenset()
+        self.leaving: dict[str, tuple[str, ...]] = {}
 
     async def load(self) -> None:
         """Take up the file; without one that can be read all instances are others'."""
@@ -72,6 +74,7 @@ class MadeBook:
             return
         if found.boot_id == self._boot_id:
             self._made, self.switched = frozenset(found.made), frozenset(found.switched)
+            self.leaving = found.leaving
 
     def is_ours(self, gpu: str, instance: GpuInstance, uuid: str) -> bool:
         """Whether this agent made an instance; `uuid`: of what containers can have of it, if anything."""
@@ -103,9 +106,15 @@ class MadeBook:
         self.switched = self.switched | {gpu} if on else self.switched - {gpu}
         await self._write()
 
+    async def note_leaving(self, gpu: str, instances: frozenset[str]) -> None:
+        """A drain goes on when the agent is started again. Raises OSError."""
+        others = {uuid: names for uuid, names in self.leaving.items() if uuid != gpu}
+        self.leaving = others | ({gpu: tuple(sorted(instances))} if instances else {})
+        await self._write()
+
     async def _write(self) -> None:
         in_order = sorted(self._made, key=lambda each: (each.gpu, each.start, each.number or -1))
-        document = _Document(self._boot_id, tuple(in_order), tuple(sorted(self.switched)))
+        document = _Document(self._boot_id, tuple(in_order), tuple(sorted(self.switched)), self.leaving)
         content = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 
         if content != self._written:

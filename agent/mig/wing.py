@@ -55,6 +55,7 @@ class MigWing(Wing):
         self = cls(node)
         if node.settings.mig.manage:
             await self._book.load()
+            self._layouts.restore()
         return self
 
     def plugins(self) -> Sequence[ResourcePlugin]:

@@ -112,6 +112,9 @@ class Record:
     # UIDs of pods that ask for devices and are not over by the API server, as far as it is known, and of
     # those that hold some by the kubelet though their object is gone: a static pod's mirror may be deleted.
     unfinished: frozenset[str] = frozenset()
+    # UIDs of pods that hold devices by the kubelet's checkpoint, by namespace and name.
+    uids: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    away: bool = False  # the API server is asked, and does not say now which pods there are
     parents: Mapping[str, str] = field(default_factory=dict)  # instance -> its GPU, both by UUID
     # Units of pods that are over which the kubelet's checkpoint still names: one that has just started offers
     # them to nobody before it has heard of all pods.

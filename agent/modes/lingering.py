@@ -7,6 +7,7 @@ Who ended while no agent ran is found once at the start: a process on a GPU, of 
 server nor the kubelet knows.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,7 @@ class Lingering:
         self._recalls = departed is not None  # whether those are still to be found
         self._recalled: set[str] = set()
         self._recall_failures = 0
+        self._swept = -math.inf  # when all GPUs were looked at last for pods that no record has shown
         self._before: Mapping[str, frozenset[str]] = {}
         self._left: dict[str, set[str]] = {}  # UIDs of pods that have ended and may have processes, by GPU
         self._failures: dict[str, int] = {}
@@ -83,7 +85,8 @@ class Lingering:
         while True:
             seen = self._record.version
             await self.look()
-            with anyio.move_on_after(LOOK_SECONDS if self._left or self._recalls else IDLE_SECONDS):
+            soon = self._left or self._recalls or anyio.current_time() - self._swept < LOOK_SECONDS
+            with anyio.move_on_after(LOOK_SECONDS if soon else IDLE_SECONDS):
                 await self._record.wait_change(seen)
 
     async def look(self) -> None:
@@ -91,7 +94,10 @@ class Lingering:
         for gpu, uids in self._ended().items():
             self._left.setdefault(gpu, set()).update(uids)
         self._before = held = self._holders()
-        if self._departed and (vanished := self._departed.vanished()):
+        # Anybody may make pods that come and go in a moment: all GPUs are looked at once for many of them.
+        rested = anyio.current_time() - self._swept >= LOOK_SECONDS
+        if self._departed and rested and (vanished := self._departed.vanished()):
+            self._swept = anyio.current_time()
             for gpu in self._departed.gpus():
                 self._left.setdefault(gpu, set()).update(vanished)
         if self._departed and (self._recalls or self._recalled):

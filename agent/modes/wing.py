@@ -102,8 +102,7 @@ class Wing(ABC):
     """One mode. What a mode does not need is left as it is here."""
 
     mode: ClassVar[Mode]
-    # Whether GPUs are made ready for it: something of the agent's then runs for its containers, and ends with
-    # `give_back` and `leave`. False: a switch takes no time.
+    # Whether GPUs are made ready for it, and given back. False: a switch takes no time.
     prepares: ClassVar[bool] = False
 
     # Of the node, with no agent running

@@ -6,7 +6,7 @@ from typing import Final
 
 from agent.inventory.snapshot import Snapshot
 from agent.model.gpu import Gpu, Instance
-from agent.model.modes import Assignment, Mode
+from agent.model.modes import OFFERED_MODES, Assignment
 
 MIB = 1 << 20
 # GPU Feature Discovery sets this one with all of its labels: where it runs, its labels are its own.
@@ -14,6 +14,7 @@ GFD_MARK = "nvidia.com/gfd.timestamp"
 # Set where the GPUs are simulated.
 SIMULATED_LABEL = "gpu-node-agent.io/simulated"
 GPU: Final = "nvidia.com/gpu"
+PREFIX = next(mode.row.prefix for mode in OFFERED_MODES if mode.row.partitioned)
 CAPABLE, STRATEGY = "nvidia.com/mig.capable", "nvidia.com/mig.strategy"
 _ENGINES = ("copy", "decoder", "encoder", "jpeg", "ofa")
 ATTRIBUTES = ("multiprocessors", "slices.gi", "slices.ci", *(f"engines.{each}" for each in _ENGINES))
@@ -73,7 +74,7 @@ def _instance_labels(gpus: Sequence[Gpu], strategy: str | None) -> Mapping[str, 
                 counts[profile] = counts.get(profile, 0) + 1
     if strategy == "mixed":
         for profile, (gpu, instance) in first.items():
-            name = f"{Mode.MIG.row.prefix}{profile}"
+            name = f"{PREFIX}{profile}"
             labels |= _described(name, gpu, instance, profile, counts[profile])
     elif parted:
         alike = len(first) == 1 and all(each.instances for each in gpus)
@@ -95,7 +96,7 @@ def of_instances(key: str) -> bool:
     """Whether GPU Feature Discovery, or this agent, describes instances by that label."""
     if key in OWN:
         return True
-    return key.startswith(Mode.MIG.row.prefix) and key.endswith(tuple(f".{part}" for part in _PARTS))
+    return key.startswith(PREFIX) and key.endswith(tuple(f".{part}" for part in _PARTS))
 
 
 def _described(

@@ -27,7 +27,7 @@ def partition_of(handle: Opaque) -> Partition:
     mode = offered("nvmlDeviceGetMigMode", handle)
     if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
         raise NvmlNotSupported(NvmlCode.NOT_SUPPORTED, "nvmlDeviceGetMigMode", "the GPU is not in MIG mode")
-    infos = list(_profiles(handle))
+    infos = list({info.id: info for info in _profiles(handle)}.values())
     found = tuple(each for info in infos for each in _instances(handle, info))
     return Partition(tuple(_profile(handle, info) for info in infos), found, instances_of(handle))
 

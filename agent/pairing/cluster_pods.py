@@ -45,7 +45,8 @@ class ClusterPods(PodSource):
         # Such a copy is older than the answer, and no UID comes twice.
         over = self._over.keys() & known.pods.keys()
         pods = {uid: pod for uid, pod in known.pods.items() if uid not in over} if over else known.pods
-        return View(pods, self.current(), known.contested, heard, self._over.keys())
+        current = self.current()
+        return View(pods, current, known.contested, heard, self._over.keys(), away=not current)
 
     def current(self) -> bool:
         reflector = self._cache.reflector

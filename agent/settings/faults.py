@@ -93,6 +93,10 @@ def _bad_layouts(settings: "Settings") -> list[tuple[str, str]]:
         )
         made = [each.resolved() for each in entries]
         faults.extend((f"layouts.{name}[{number}]", fault) for number, fault in faults_of(made))
+        profiles = sorted({profile for each in made for profile in each.instances})
+        if settings.mig.strategy == "single" and len(profiles) > 1:
+            text = f"names instances of {', '.join(profiles)}, and mig.strategy: single offers one profile"
+            faults.append((f"layouts.{name}", f"{text}; name one, or set mixed"))
         if not settings.mig.manage:
             text = "asks for instances that are made only with mig.manage: true; set it, or leave mig out"
             faults.extend(

@@ -7,7 +7,7 @@ from agent.kit.cell import Cell
 from agent.model.demand import CORES
 from agent.model.free_gpu import FreeGpu
 from agent.model.holding import Record
-from agent.model.modes import OFFERED_MODES, Assignment, GpuMode, Mode
+from agent.model.modes import OFFERED_MODES, UNCLAIMED, Assignment, GpuMode, Mode
 from agent.model.placement import unusable, usual_mix
 from agent.telemetry import definitions as d
 from agent.telemetry.container_use import Uses
@@ -38,6 +38,7 @@ def free_series(
     most_clients: int | None = None,
 ) -> Iterator[Series]:
     held = by_gpu(shares)
+    yield from _claimable(snapshot, assignment, held, most_clients)
     for mode in OFFERED_MODES:
         if mode.row.partitioned:  # nobody says what part of its GPU an instance is
             continue
@@ -52,13 +53,52 @@ def free_series(
         if mode.row.pair is None:
             yield from _counted(mode, offered, held)
         else:
-            ceiling = mode.row.client_ceiling
-            gpus = []
-            for state, _ in offered:
-                clients = ceiling(state.gpu, snapshot.driver) if ceiling else 0
-                clients = min(clients, most_clients or clients)
-                gpus.append(_free(state, mode, held.get(state.uuid, ()), clients))
-            yield from _measured(mode, gpus)
+            yield from _measured(
+                mode,
+                [
+                    _free(
+                        state,
+                        mode,
+                        held.get(state.uuid, ()),
+                        _clients(state, mode, snapshot, most_clients),
+                    )
+                    for state, _ in offered
+                ],
+            )
+
+
+def _claimable(
+    snapshot: Snapshot,
+    assignment: Assignment,
+    held: Mapping[str, Sequence[ContainerShare]],
+    most_clients: int | None,
+) -> Iterator[Series]:
+    """Devices of DRA: one that nobody holds may be had whole, one with shares in parts."""
+    there = [(state, assignment.of(state.uuid)) for state in snapshot.gpus if assignment.of(state.uuid).dra]
+    if not there:
+        return
+    whole, parts = 0, [0.0]
+    for state, now in there:
+        if not (state.healthy and now.claimable):
+            continue
+        shares = held.get(state.uuid, ())
+        if not shares:
+            whole += 1
+            parts.append(1.0)
+        elif now.mode.row.pair:
+            clients = _clients(state, now.mode, snapshot, most_clients)
+            parts.append(_free(state, now.mode, shares, clients).largest_share / CORES)
+    yield d.FREE_GPUS, whole, (UNCLAIMED.value,)
+    yield d.FREE_COMPUTE, sum(parts), (UNCLAIMED.value,)
+    yield d.LARGEST_FREE, max(parts), (UNCLAIMED.value,)
+    yield d.UNUSABLE_COMPUTE, 0, (UNCLAIMED.value,)
+
+
+def _clients(state: GpuState, mode: Mode, snapshot: Snapshot, most: int | None) -> int:
+    """How many containers may hold shares of a GPU; 0: as many as have room."""
+    ceiling = mode.row.client_ceiling
+    clients = ceiling(state.gpu, snapshot.driver) if ceiling else 0
+    return min(clients, most or clients)
 
 
 def _counted(

@@ -85,6 +85,7 @@ class Isolation:
         self._unmended: set[str] = set()  # folders of these whose limits may be others than they stand for
         self._outdated = True  # there may be copies of nobody's: an agent before was killed as it made one
         self._born: dict[str, float] = {}  # folders, and since when they are known
+        self._inherited: set[str] = set()  # folders of before, whose containers no record has shown yet
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
         self._keys: dict[int, tuple[Holding, str]] = {}
         self._grown: tuple[Mapping[str, ContainerLimits], Mapping[str, frozenset[str]]] = ({}, {})
@@ -115,6 +116,7 @@ class Isolation:
         found, self._strays = await anyio.to_thread.run_sync(self._found, abandon_on_cancel=True)
         now = self._clock()
         self._born = dict.fromkeys((*found, *self._strays), now)
+        self._inherited = set(found)
         self.containers.publish(MappingProxyType(found))
         self.refusing = await anyio.to_thread.run_sync(self._keep_up, found, abandon_on_cancel=True)
         log.info(
@@ -181,18 +183,33 @@ class Isolation:
             known = self.containers.value.get(key)
             if known is None or known.about.uid != about.uid:  # another pod may have its units by now
                 raise FolderUnusable(f"container {about.container} of {about.namespace}/{about.pod} is gone")
-            # A call that was cut off in between would leave this process with another count than the folder.
-            with anyio.CancelScope(shield=True):
-                try:
-                    await anyio.to_thread.run_sync(self.folders.resize, key, about)
-                    await anyio.to_thread.run_sync(self._copies.keep, about)
-                except FolderUnusable:
-                    self._unmended.add(key)
-                    about = await anyio.to_thread.run_sync(self.folders.about, key)
-                    raise
-                finally:
-                    found = replace(self.containers.value[key], about=about)
-                    self._become({**self.containers.value, key: found})
+            await self._keep(key, about)
+
+    async def _keep(self, key: str, about: About) -> None:
+        # A call that was cut off in between would leave this process with another count than the folder.
+        with anyio.CancelScope(shield=True):
+            try:
+                await anyio.to_thread.run_sync(self.folders.resize, key, about)
+                await anyio.to_thread.run_sync(self._copies.keep, about)
+            except FolderUnusable:
+                self._unmended.add(key)
+                about = await anyio.to_thread.run_sync(self.folders.about, key)
+                raise
+            finally:
+                found = replace(self.containers.value[key], about=about)
+                self._become({**self.containers.value, key: found})
+
+    async def _name(self, record: Record) -> None:
+        """Give containers the UID of their pod where a mute watch had shown an earlier one of its name."""
+        for holding, key in tuple(self._keys.values()):
+            known, uid = self.containers.value.get(key), record.uids.get(holding.holder.pod_key)
+            if known is None or uid in (None, known.about.uid) or known.about.place[:3] != holding.holder:
+                continue
+            async with self._turn:
+                if self.containers.value.get(key) is known and known.about.uid not in record.unfinished:
+                    with suppress(FolderUnusable):  # again with the next record
+                        await self._keep(key, msgspec.structs.replace(known.about, uid=uid))
+                        log.info("limits_renamed", pod=known.about.pod_key, uid=uid)
 
     async def run(self) -> None:
         """Remove folders of containers that are gone, for ever."""
@@ -206,7 +223,9 @@ class Isolation:
         """Remove folders of containers that are gone now; while nobody can say which, all stay.
 
         One whose pod lives by the API server stays, too, though no record shows it: a kubelet that has just
-        started may not have heard of it. What is missing of a container that is held is made again.
+        started may not have heard of it. So do those of before that no record has shown, and those whose name
+        the kubelet lists, while the API server does not say. What is missing of a container that is held is
+        made again.
         """
         record = self._record.value
         if record is None:
@@ -222,6 +241,10 @@ class Isolation:
             and (limits.about.namespace, limits.about.pod) not in record.pods
         }
         lives = {key for key, limits in known.items() if limits.about.uid in record.unfinished}
+        self._inherited -= held
+        if record.away:
+            names = {key: (limits.about.namespace, limits.about.pod) for key, limits in known.items()}
+            lives |= self._inherited | {key for key, pod in names.items() if pod in record.pods}
         gone = [
             key
             for key, born in self._born.items()
@@ -231,6 +254,7 @@ class Isolation:
             async with self._turn:
                 if self.containers.value.get(key) is known.get(key):
                     await self._remove(key)
+        await self._name(record)
         await self._put_back(held, record)
         if (gone or self._outdated) and not self._strays:
             async with self._turn:  # a container that is being admitted has a copy, and is not among them yet

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from agent.simulator.kubelet.pod_specs import PodSpec
+from agent.simulator.kubelet.pod_specs import PodClaim, PodSpec
 from agent.status.client import ask
 from agent.web.control import NAME as CONTROL_SOCKET
+from tests.chart import helm
 from tests.cluster import manifests
 from tests.cluster.api import ApiClient, ApiError, Object
 from tests.cluster.claims_exact import ClaimObserver
@@ -351,6 +352,46 @@ def test_dra_account_has_its_rights_only(served: tuple[ClaimsNode, ApiClient], n
     with pytest.raises(ApiError, match="only the annotations of a pod"):
         agent.merge_patch(agent_pod, {"metadata": {"annotations": {"example.com/a": "b"}}})
     assert cluster.find("Pod", "agent", namespace=NAMESPACE)
+
+
+def test_dra_share_of_one_pod_takes_no_other_where_none_may_be_root(node: ClaimsNode) -> None:
+    """`mps.rootPods` looks at a claim's first pod alone: one that names the claim later is kept from it."""
+    cluster = node.cluster
+    settings = ["dra.enabled=true", "mps.enabled=true", 'config.mps.rootPods="refuse"']
+    rendered = helm.template(settings=settings, namespace=NAMESPACE)
+    policies = [each for each in rendered if each["metadata"]["name"].endswith("-dra-shares-of-one-pod")]
+    node.run(owner := share("owner", 10, 4))
+    (claim,) = cluster.find_all("ResourceClaim", api_version=RESOURCES)
+    name = claim["metadata"]["name"]
+    path = f"/apis/{RESOURCES}/namespaces/default/resourceclaims/{name}"
+
+    def refused() -> bool:
+        found = cluster.api.get(path)
+        found["status"]["reservedFor"].append({"resource": "pods", "name": "x", "uid": "x"})
+        try:
+            cluster.api.request("PUT", f"{path}/status?dryRun=All", found)
+        except ApiError as error:
+            return "config.mps.rootPods" in str(error)
+        return False
+
+    try:
+        for each in policies:
+            cluster.apply(each)
+        node.until(refused, "the policy is in force")
+        node.create(later := PodSpec("later", owner.containers, claims=(PodClaim("gpu", name),)))
+
+        def said() -> bool:
+            events = cluster.find_all("Event")
+            mine = [each for each in events if each["involvedObject"]["name"] == later.name]
+            return any("config.mps.rootPods" in each.get("message", "") for each in mine)
+
+        node.until(said, "kube-scheduler says why")
+        assert cluster.get("Pod", later.name)["status"]["phase"] == "Pending"
+        node.delete(owner)  # what is there may still be taken away
+        node.delete(later)
+    finally:
+        for each in reversed(policies):
+            cluster.delete(each["kind"], each["metadata"]["name"], api_version=each["apiVersion"])
 
 
 BAD_CONFIGURATIONS = (

@@ -166,6 +166,27 @@ async def test_failed_creation_offers_nothing_half() -> None:
         assert await metric(rig, r'gpu_agent_instance_changes_total{action="make",result="failed"}') >= 1
 
 
+async def test_an_agent_that_is_killed_half_way_finishes_its_layout() -> None:
+    async with managed("halves") as rig:
+        await rig.wait_allocatable(2, HALF)
+        pod = await run(rig, "half", HALF)
+        rig.machine.hang("nvmlGpuInstanceCreateComputeInstance", 0)
+        await switch(rig, "small")
+        with anyio.fail_after(scaled(20)):
+            while not any(each.bare for each in rig.machine.gpu(0).instances):
+                await anyio.sleep(0.02)
+        assert await rig.allocatable(SMALL) is None
+        await rig.kill_agent()
+        rig.machine.clear_faults()
+        await start(rig, "small")
+        await rig.wait_allocatable(2, SMALL)
+        assert not any(each.bare for each in rig.machine.gpu(0).instances)
+        assert await rig.phase(pod) is Phase.RUNNING
+        # All of them are known as its own: what nobody holds goes with the next layout.
+        await switch(rig, "halves")
+        await rig.wait_allocatable(2, HALF)
+
+
 async def test_mig_mode_comes_and_goes_with_a_layout() -> None:
     """A GPU that is not in MIG mode: it is drained, switched, divided, and given back."""
     async with embedded_rig("1.36") as rig:

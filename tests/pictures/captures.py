@@ -23,6 +23,7 @@ from tests.scenarios.monitoring import MODES, Work
 PROFILE = "dgx-h200"
 DEMO_SECONDS, COMMAND_SECONDS = 90.0, 30.0
 DEMO_END = re.compile(r"^\S*4  ", re.MULTILINE)  # the fourth act; all of it would be three screens
+CLAIMS = re.compile(r"^\S*10  .*?(?=^\S*11  |\Z)", re.MULTILINE | re.DOTALL)  # the act of claims
 
 
 def all_of_them() -> Mapping[str, str]:
@@ -30,9 +31,18 @@ def all_of_them() -> Mapping[str, str]:
     demo = terminal.shown(["simulate", "--profile", PROFILE], DEMO_SECONDS)
     return {
         "demo": terminal.drawn("make demo", DEMO_END.split(demo)[0] + "   ..."),
+        "claims": claims_of(demo),
         **anyio.run(_of_a_node_at_work),
         "explain": anyio.run(_explained),
     }
+
+
+def claims_of(demo: str) -> str:
+    """The act in which the first pod chooses."""
+    act = CLAIMS.search(demo)
+    if act is None:
+        raise ValueError("the demo has no act of claims")
+    return terminal.drawn("make demo", act[0].rstrip())
 
 
 async def _shown(*arguments: str) -> str:

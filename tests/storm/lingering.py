@@ -4,8 +4,10 @@ import shutil
 
 import anyio
 
+from agent.app.agent import Agent
 from agent.model.ids import SEPARATOR
 from tests.storm.excuses import Excuses
+from tests.storm.lives import AgentRun
 from tests.storm.world import World
 
 # After the record of holders names the pod no more. NVML is asked at once, and the list follows.
@@ -55,10 +57,15 @@ class Lingerers:
         }
         found: dict[int, str] = {}
         for pid, (_, uuid, uid, began) in world.outliving.items():
-            # An agent that has begun since then finds who was on the GPU by other means, and not here.
-            knew = current.began < began and not current.life.dead
-            if knew and uuid in listed and uid not in holders and self._excuses.sees(uuid):
+            if current.life.dead or not (current.began < began or self._recalls(agent, current, uid)):
+                continue
+            if uuid in listed and uid not in holders and self._excuses.sees(uuid):
                 found[pid] = f"{uuid} is offered, and process {pid} of pod {uid}, which has ended, is on it"
         self._since = {pid: self._since.get(pid, now) for pid in found}
         late = [text for pid, text in found.items() if now - self._since[pid] > OFFERED_SECONDS]
         return late[0] if late else None
+
+    def _recalls(self, agent: Agent, current: AgentRun, uid: str) -> bool:
+        """Whether an agent that has begun since can know: it looks once, as soon as it knows all pods."""
+        known = agent.core.holdings.known_pods()
+        return self._world.nvml_well < current.began and known is not None and uid not in known

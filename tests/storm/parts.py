@@ -24,7 +24,7 @@ CALM_SECONDS = 400.0  # a step that failed again and again is tried every five m
 
 
 class Parts:
-    """What is known of the instances of a world, beside the driver's own table."""
+    """Instances of a world, as far as the driver's own table does not say."""
 
     def __init__(self) -> None:
         self.others: set[str] = set()  # made by hand
@@ -38,7 +38,7 @@ class Parts:
         self.others.discard(uuid)
 
     def wrong(self, world: "World") -> str | None:
-        """What must not be, in words."""
+        """The fault, in words; None: there is none."""
         if not world.shape.mig:
             return None
         if self.found:

@@ -25,7 +25,7 @@ MOST_EXCUSED_PERCENT = 30.0  # of the looks in storms with faults
 # A fixed set: 10^5 steps. A slow machine leaves out the last of the dense ones, of which there are most.
 FIXED = {
     SPARSE: (19, 13, 58, 31),
-    "bursts": (28, 90012, 62, 44, 59),
+    "bursts": (28, 90012, 300001, 100004, 62, 44, 59),
     "dense": (63, 12, 5, 3, 70005, 33, 90015, 32, 90001, 37, 7, 2, 53, 38),
 }
 STEPS = 6000  # of each that is dense

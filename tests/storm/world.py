@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from uuid import UUID
 
 import anyio
 from aiohttp import web
@@ -61,6 +62,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 LIBRARY = "library.so"
 API_SOCKET = "api.sock"
+AGENT_CGROUP = f"0::/kubepods/pod{UUID(int=1)}/{'a' * 64}"
 
 
 @dataclass(frozen=True)
@@ -306,6 +308,10 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
         machine.set_mig(PARTED, enabled=True)
     for each in ("bin", "cdi", "proc", "sys", "cgroup"):
         (folder / each).mkdir()
+    # The host's processes as far as they tell that they are the host's, and the agent among them.
+    for each, name, text in (("2", "comm", "kthreadd"), ("self", "cgroup", AGENT_CGROUP)):
+        (folder / "proc" / each).mkdir()
+        (folder / "proc" / each / name).write_text(f"{text}\n")
     program = folder / "bin" / "nvidia-cuda-mps-control"
     program.touch(mode=0o755)
     (folder / "bin" / LIBRARY).write_bytes(ELF)  # nobody loads it

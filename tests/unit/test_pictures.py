@@ -14,7 +14,10 @@ from tests.pictures.switch import Look, Record
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
 NAMES = {
-    *(f"{name}.svg" for name in ("demo", "status", "top", "explain", "rooms", "switch", "kubectl-gpu")),
+    *(
+        f"{name}.svg"
+        for name in ("demo", "status", "top", "explain", "rooms", "switch", "kubectl-gpu", "claims")
+    ),
     "page.png",
     *(f"{path.stem}.png" for path in (ROOT / "charts/gpu-node-agent/files/dashboards").glob("*.json")),
 }

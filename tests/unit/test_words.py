@@ -9,7 +9,7 @@ README = ROOT / "README.md"
 
 # Lower them where you can. A page that needs more gives back as much elsewhere: what another page says is
 # linked, not said again, and history is git's.
-BUDGETS = {"README": 1100, "how to": 13_500, "reference": 12_400, "background": 11_600}
+BUDGETS = {"README": 1100, "how to": 13_350, "reference": 12_400, "background": 11_600}
 IN_ALL = 38_200
 GENERAL = {"CHANGELOG.md"}  # history, which nobody reads from its beginning to its end
 

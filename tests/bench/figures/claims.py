@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import anyio.to_thread
 
 from agent.model.modes import SHARES
+from agent.modes.cordons import ANNOTATION as CORDON
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.status.client import ask
 from agent.web.control import NAME as CONTROL_SOCKET
@@ -28,6 +29,7 @@ Events = Iterator[tuple[str, Object]]
 
 PODS = 30
 RETURNS = 10
+NO_CORDON = {"metadata": {"annotations": {CORDON: None}}}
 BACKOFF_SECONDS = 2.0  # after it the scheduler looks at a pod that waits whenever something changes
 
 
@@ -44,7 +46,12 @@ BACKOFF_SECONDS = 2.0  # after it the scheduler looks at a pod that waits whenev
         "dra_prepare_p99_ms", "ms", 25, "a claim is prepared, its MPS daemon running; by the agent's clock"
     ),
     Figure("dra_prepare_cold_ms", "ms", None, "the same where it starts the daemon; median"),
-    Figure("dra_switch_ms", "ms", 30, "a GPU is given back until the pod that waits for it is bound; median"),
+    Figure(
+        "dra_switch_ms",
+        "ms",
+        30,
+        "a cordon is gone from the node until the pod that waits for the GPU is bound; median",
+    ),
     Figure("dra_switch_scheduler_ms", "ms", None, "of it, from our slice on: the scheduler's share"),
     cluster=True,
 )
@@ -66,7 +73,7 @@ def _measured() -> Mapping[str, Taken]:
         for number in range(5):
             _started(node, share(f"cold-{number}", 10, 4))
             cold.append(prepares.last())
-            node.clear()
+            node.clear(daemons=1)
         warm, started = _side_by_side(node, prepares)
         node.label("dra")
         node.published()
@@ -105,7 +112,7 @@ def _side_by_side(
             if pod.claims:
                 warm.append(prepares.last())
             node.delete(pod)
-    node.clear()
+    node.clear(daemons=1)
     return warm, started
 
 
@@ -123,7 +130,7 @@ def _started(node: ClaimsNode, pod: PodSpec) -> tuple[float, float]:
 
 
 def _returned(node: ClaimsNode, number: int) -> tuple[float, float]:
-    """Milliseconds from `uncordon` until the pod that waits for the GPU has a node; those since our slice."""
+    """Milliseconds from the end of a cordon until the pod that waits has a node; those since our slice."""
     filler, waits = whole(f"filler-{number}"), whole(f"waits-{number}")
     node.run(filler)
     (device,) = {name for name in node.devices() if name.endswith("whole")} - {node.device(filler)}
@@ -146,8 +153,8 @@ def _returned(node: ClaimsNode, number: int) -> tuple[float, float]:
         _watched(api, api.path("v1", "Pod", "default"), metadata=waits.name) as pods,
     ):
         given = pool.submit(_first, slices, free)
+        api.merge_patch(api.path("v1", "Node", None, node.cluster.node), NO_CORDON)
         began = time.perf_counter()
-        ask(control, "uncordon", gpu=gpu)
         bound = _first(pods, lambda found: bool(found["spec"].get("nodeName")))
         ours = given.result(timeout=scaled(10))
     node.clear()

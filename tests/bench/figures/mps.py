@@ -32,9 +32,9 @@ POD_SECONDS = 120.0
 SETTLE_SECONDS = 10.0
 CPU_SECONDS = 30.0
 PGPU, VGPU, MPS = "nvidia.com/gpu", "tencent.com/vcuda", "nvidia.com/mps"
-# Two GPUs whole, one in ten slices, the others shared: all five resources and 100 pods that hold nearly all.
+# One GPU for claims, one in ten slices, the others shared: all five resources; 100 pods hold nearly all.
 LAYOUT = [
-    {"gpus": ["0"], "mode": "pgpu"},
+    {"gpus": ["0"], "mode": "dra"},
     {"gpus": ["1"], "mode": "pgpu", "replicas": 10},
     {"gpus": ["2-4"], "mode": "vgpu"},
     {"gpus": ["5-7"], "mode": "mps"},
@@ -93,6 +93,7 @@ async def _everything(conditions: Conditions, mode: str = "everything") -> Async
     extra = {
         "layouts.everything": LAYOUT,
         "defaultMode": mode,
+        "dra.enabled": True,
         "timeSlicing.rename": False,
         "mps.controlProgram": str(program),
         "mps.prestartServer": False,
@@ -155,7 +156,7 @@ def _with_children(node: Node) -> float:
         "resident_memory_everything_mib",
         "MiB",
         64,
-        "RSS with all five resources, MPS daemons, the API server and 100 pods that hold nearly all units",
+        "RSS with all five resources, claims, MPS daemons, the API server, and 100 pods that hold nearly all",
     )
 )
 async def resident_memory_everything(conditions: Conditions) -> Mapping[str, Taken]:

@@ -1,6 +1,7 @@
 """The agent's DRA door on the embedded kubelet: the agent a real process, slices and claims over HTTP."""
 
 import copy
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from agent.status.client import ask
 from agent.web.control import NAME
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.pace import scaled
+from tests.scenarios.agent_face import metric
 from tests.scenarios.mps import MpsNode, node_to_be
 from tests.scenarios.rig import GPU
 
@@ -109,6 +111,7 @@ async def test_first_claim_chooses_and_last_one_frees() -> None:
         assert gpu["mps"]["state"] == "serving"
         held = {each["pod"]: each["units"] for each in gpu["holders"]}
         assert held["default/one"] == {"nvidia.com/mps-core": 30, "nvidia.com/mps-memory": 40}
+        await shows_claims(node)
         wholes = [asking(f"whole-{n}", WHOLE_GPUS) for n in range(7)]
         await run(rig, *wholes)
         late = asking("late", WHOLE_GPUS)
@@ -119,6 +122,35 @@ async def test_first_claim_chooses_and_last_one_frees() -> None:
         await rig.delete_pod(other)
         await rig.wait_phase(late, Phase.RUNNING)
         assert not [gpu for gpu in (await status_of(node))["gpus"] if gpu["mps"]]
+
+
+async def shows_claims(node: MpsNode) -> None:
+    """`top`, metrics and the annotation of holders have claims where they have units."""
+    rig = rig_of(node)
+    shares: dict[str, tuple[str, float]] = {}
+    with anyio.fail_after(scaled(20)):
+        while shares != {"one": ("mps", 0.3), "other": ("mps", 0.45)}:  # with a round of figures
+            await anyio.sleep(0.05)
+            document = await anyio.to_thread.run_sync(ask, node.run / NAME, "top")
+            shares = {each["pod"]: (each["mode"], each["coreLimitRatio"]) for each in document["containers"]}
+    assert await metric(rig, "gpu_agent_dra_open") == 1
+    assert await metric(rig, "gpu_agent_dra_claims") == 2
+    assert await metric(rig, r'gpu_agent_dra_prepares_total{outcome="prepared"}') == 2
+    assert await metric(rig, "gpu_agent_dra_prepare_seconds_total") > 0
+    assert await metric(rig, r'gpu_agent_dra_slice_writes_total{result="ok"}') >= 2
+    assert await metric(rig, "gpu_agent_dra_nudges_total") == 0
+    assert await metric(rig, r'gpu_agent_free_gpus{mode="dra"}') == 7
+    assert await metric(rig, r'gpu_agent_free_compute_gpus{mode="dra"}') == 7.25
+    first = rig.gpu_uuids()[0]
+    await seen(lambda: len(noted(rig, first)) == 2)
+    assert sorted(each[1:] for each in noted(rig, first)) == [[30, 40], [45, 60]]
+
+
+def noted(rig: EmbeddedRig, gpu: str) -> list[list[Any]]:
+    """Holders of a GPU by the node's annotation: a digest, cores, GiB."""
+    note = json.loads(rig.http.annotations.get("gpu-node-agent.io/holders", "{}"))
+    found: list[list[Any]] = note.get("gpus", {}).get(gpu, {}).get("h", [])
+    return found
 
 
 async def status_of(node: MpsNode) -> Mapping[str, Any]:

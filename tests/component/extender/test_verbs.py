@@ -332,6 +332,12 @@ async def test_nodes_of_the_second_door_pass() -> None:
         async with api.client() as client:
             lines = await explain(client, "ns", "pod")
         assert "  1 x its GPUs are devices of DRA, judged by kube-scheduler (claims)" in lines
+        claimant = api.pod("claimant", 1, 1)
+        claimant["spec"]["containers"][0]["resources"] = {"claims": [{"name": "gpu"}]}
+        claimant["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": "t"}]
+        async with api.client() as client:
+            (line,) = await explain(client, "ns", "claimant")
+        assert "asks by claims (gpu), judged by kube-scheduler" in line
         assert await scheduler.bind(pod, "claims") == ""
         assert (await scheduler.filter(api.pod("share", 60, 10), ["claims"]))["NodeNames"] == []
 

@@ -208,8 +208,17 @@ CASES: dict[str, Case] = {
                 result=result,
             )
             for result, values in (("ok", "0+1x60"), ("invalid_argument", "0x5 1x60"))
+        ]
+        + [
+            series("gpu_agent_dra_prepares_total", values, node="n", outcome=outcome)
+            for outcome, values in (("prepared", "0+1x60"), ("refused", "0x39 1x60"))
         ],
-        {5: [], 7: one({"node": "n", "resource": "nvidia.com/gpu"}), 30: []},
+        {
+            5: [],
+            7: one({"node": "n", "resource": "nvidia.com/gpu"}),
+            30: [],
+            42: one({"node": "n", "resource": "claims"}),
+        },
     ),
     "GPUAgentNotReady": Case(
         [series("gpu_agent_ready", "1x5 0x20 1x9", node="n", **OLD)], {9: [], 12: one({"node": "n"}), 30: []}

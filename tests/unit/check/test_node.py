@@ -8,6 +8,8 @@ from pathlib import Path
 import anyio
 import pytest
 
+from agent.check.claims import SUBJECT as CLAIMS
+from agent.check.claims import ClaimSupport, claim_support
 from agent.check.host import HostFiles
 from agent.check.look import GOOD, NOT_SEEN, WRONG, verdict
 from agent.check.node_check import Observation, look
@@ -41,9 +43,11 @@ class Node:
         self.own = Own(wanted=True, devices=Devices(frozenset(self.machine.uuids)))
         self.host = HostFiles(root, named=True)
         self.facts: CheckedNode | None = GOOD_NODE
+        self.claims: ClaimSupport | None = None
 
     def looks(self, *more: str) -> list[Look]:
-        seen = Observation(self.host, self.own, self.facts, "" if self.facts else UNSEEN)
+        unread = "" if self.facts else UNSEEN
+        seen = Observation(self.host, self.own, self.facts, unread, self.claims)
         return list(look(settings(self.root, *more), SimulatedNvml(self.machine), seen))
 
     def faults(self, *more: str) -> dict[str, str]:
@@ -328,3 +332,50 @@ def test_the_summary_holds_what_is_not_ok(root: Path, capsys: pytest.CaptureFixt
     assert "driver" in lines[-1]
     assert lines[0].startswith("failed   driver")
     assert not [line for line in lines[:-1] if line.startswith("ok ")]
+
+
+def of_claims(node: Node) -> list[tuple[Severity, str]]:
+    return [(each.grade, each.text) for each in node.looks() if each.subject == CLAIMS]
+
+
+def test_what_claims_need_is_looked_at_where_they_are_wanted(node: Node) -> None:
+    assert not of_claims(node)
+    node.claims = ClaimSupport()
+    assert {grade for grade, _ in of_claims(node)} == {Severity.OK}
+    node.claims = ClaimSupport(problem="turn on DRAConsumableCapacity")
+    assert of_claims(node)[0] == (Severity.FAILED, "turn on DRAConsumableCapacity")
+    node.claims = ClaimSupport(unread=UNSEEN)
+    assert of_claims(node)[0][0] is Severity.UNKNOWN
+    record = node.root / "var/lib/kubelet/dra_manager_state"
+    record.write_text("{")
+    assert any(grade is Severity.FAILED and str(record) in text for grade, text in of_claims(node))
+
+
+def test_claims_bring_gpus_by_cdi_alone(node: Node) -> None:
+    node.claims, node.facts = ClaimSupport(), WITHOUT_CDI
+    assert any("by CDI alone" in text for grade, text in of_claims(node) if grade is Severity.FAILED)
+
+
+def test_a_driver_of_claims_that_has_ended_is_found(node: Node) -> None:
+    node.claims = ClaimSupport()
+    folder = node.root / "var/lib/kubelet/plugins_registry"
+    with socket.socket(socket.AF_UNIX) as server:
+        descriptor = os.open(folder, os.O_PATH)
+        server.bind(f"/proc/self/fd/{descriptor}/gna-dra.sock")
+        os.close(descriptor)
+        server.listen()
+        assert {grade for grade, _ in of_claims(node)} == {Severity.OK}
+    assert any(grade is Severity.WARNING and "nobody listens" in text for grade, text in of_claims(node))
+
+
+def test_whether_the_cluster_has_what_claims_need_is_asked_where_they_are_wanted(tmp_path: Path) -> None:
+    async def asked(*more: str) -> ClaimSupport | None:
+        return await claim_support(load(None, {}, ["cluster.nodeName=n", *more]), None)
+
+    assert anyio.run(asked) is None
+    off = anyio.run(asked, "dra.enabled=true", "cluster.access=off")
+    assert off
+    assert "cluster.access is off" in off.problem
+    nowhere = anyio.run(asked, "dra.enabled=true", f"cluster.kubeconfig={tmp_path / 'none'}")
+    assert nowhere
+    assert nowhere.unread

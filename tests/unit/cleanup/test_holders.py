@@ -75,6 +75,11 @@ async def test_a_pod_that_the_kubelet_lists_stands_in_the_way(settings: Settings
             await this_node.refuse_holders(settings, known)
 
 
+async def test_one_that_holds_an_instance_loses_nothing(settings: Settings, kubelet: Kubelet) -> None:
+    kubelet.holdings = (Holding("team", "a", "main", "nvidia.com/mig-1g.18gb", ("MIG-1",)),)
+    assert await this_node.refuse_holders(settings, cache("a")) == {"team/a"}
+
+
 async def test_so_does_one_that_only_the_checkpoint_shows(settings: Settings, kubelet: Kubelet) -> None:
     """Its plain init container has the share."""
     remember(settings, "a")

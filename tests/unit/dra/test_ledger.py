@@ -214,3 +214,16 @@ async def test_a_claim_keeps_its_devices_while_other_drivers_of_its_pod_prepare(
     await taken(book, one)
     book.read({}, monotonic() + RECORDED_SECONDS + 1)
     assert not wanted.value
+
+
+async def test_of_128_shares_of_a_gpu_as_many_are_ready_as_mps_serves() -> None:
+    """The scheduler counts clients, too; this is for one that counted by an older slice."""
+    book, _ = ledger()
+    shares = [claim(f"share-{number}", cores=1) for number in range(128)]
+    await taken(book, *shares[:48])
+    assert "still in use by" in book.obstacle(shares[48])
+    with anyio.move_on_after(0.05) as waited:
+        await book.enter(shares[48])
+    assert waited.cancelled_caught
+    over(book, shares[0])
+    await taken(book, shares[48])

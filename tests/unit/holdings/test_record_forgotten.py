@@ -33,6 +33,24 @@ def test_what_no_list_shows_outlasts_a_kubelet_that_forgot_it_and_lists_the_pod_
     assert record.joined.holdings == ()
 
 
+def test_holder_that_its_kubelet_forgot_may_live_while_the_api_server_is_away() -> None:
+    silent = View(away=True)
+    before = join(Evidence(), LISTED, ENTRIES, silent, same_kubelet=True, fresh=True, read=True)
+    blind = join(before, Record(), {}, silent, same_kubelet=False, fresh=True)
+    assert {each.ids for each in blind.joined.holdings} == {(INIT,), (MAIN,)}
+    assert blind.joined.away
+    assert blind.joined.uids == {("ns", "p"): "u"}
+    two = {**ENTRIES, ("v", "main", RESOURCE): frozenset({MAIN})}  # one of them may be over
+    named = View({uid: a_pod("ns", "p", (), uid) for uid in ("u", "v")}, complete=True)
+    assert not join(Evidence(), LISTED, two, named, same_kubelet=True, fresh=True, read=True).joined.uids
+    # It has listed the pod, and does so no more.
+    heard = join(before, LISTED, ENTRIES, silent, same_kubelet=False, fresh=True, read=True)
+    assert not join(heard, Record(), ENTRIES, silent, same_kubelet=True, fresh=True).joined.holdings
+    # Where nobody is asked, and where the answer has come, what its checkpoint lacks is nobody's.
+    for spoken in (View(), View(complete=True), View(away=True, over={"u"})):
+        assert not join(before, Record(), {}, spoken, same_kubelet=False, fresh=True).joined.holdings
+
+
 def test_init_container_that_the_kubelet_has_forgotten_asks_again() -> None:
     pod = a_pod(
         "ns",

@@ -39,11 +39,14 @@ async def test_a_pod_that_ends_between_two_readings_ends_without_the_api_servers
     assert held == {("train-0", "main", A)} | ({("train-1", "main", B)} if torn else set())
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("known", "complete"), [(False, False), (True, False), (True, True)])
 async def test_without_an_api_server_the_kubelet_is_had_to_write_who_holds_what(
-    node: Node, known: bool, monkeypatch: pytest.MonkeyPatch
+    node: Node, known: bool, complete: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pod ended while its kubelet was down, and nobody else says so (`cluster.access: off`)."""
+    """A pod ended while its kubelet was down, and nobody else says so (`cluster.access: off`).
+
+    Nor does the API server of one whose object came and went while the watch was mute.
+    """
     clock, written = [0.0], list[float]()
     monkeypatch.setattr(anyio, "current_time", lambda: clock[0])
 
@@ -55,12 +58,14 @@ async def test_without_an_api_server_the_kubelet_is_had_to_write_who_holds_what(
             node.watch._have_it_written()  # as its task does after each reading
         return {name for name, _, _ in held or ()}
 
-    node.complete, node.watch.rewrite = False, lambda: written.append(clock[0])
+    node.complete, node.watch.rewrite = complete, lambda: written.append(clock[0])
     node.kubelet.records(("u", "main", A), ("v", "main", B))
     node.kubelet.pods = {"train-0": {"main": A}, "train-1": {"main": B}} if known else {}
     await held_at(0)
     node.kubelet.restart()
     node.kubelet.pods = {"train-1": {"main": B}}
+    if complete:
+        node.know("v", "train-1")
     ended = "train-0" if known else "pod with UID u"
     assert await held_at(*range(5, 90, 5)) == {ended, "train-1"}
     assert await held_at(*range(90, 9000, 30)) == {"train-1"}

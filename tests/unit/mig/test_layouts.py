@@ -33,7 +33,7 @@ from tests.wing_node import wing_node
 class Rig:
     """GPU 0 of a machine, its wing, and the kubelet's record as a test says."""
 
-    def __init__(self, folder: Path, **mig: Any) -> None:
+    def __init__(self, folder: Path, *, refuse: bool = False, **mig: Any) -> None:
         self.machine = SimulatedMachine.create("dgx-h200")
         self.machine.set_mig(0, enabled=True)
         self.nvml = SimulatedNvml(self.machine)
@@ -46,6 +46,7 @@ class Rig:
             injection=Injection(strategy="envvar"),
             host=HostSettings(state=str(folder), proc=str(folder)),
             mig=Mig(manage=True, **mig),
+            when_busy="refuse" if refuse else "drain",
         )
         self.node = wing_node(
             settings,
@@ -279,6 +280,48 @@ async def test_a_killed_agent_knows_what_it_was_making(tmp_path: Path) -> None:
     rig.want("2g.35gb")
     async with running(rig):
         await until(rig, {0: "2g.35gb"})
+
+
+async def test_nothing_drains_where_busy_gpus_are_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, refuse=True)
+    rig.want("3g.71gb", "3g.71gb")
+    async with running(rig) as wing:
+        await until(rig, {0: "3g.71gb", 4: "3g.71gb"})
+        rig.hold(rig.uuid_at(4))
+        rig.want("1g.18gb")
+        await problem(wing, rig.uuid, "whenBusy is refuse and 3g.71gb (GPU instance 2) would have to drain")
+        assert len(await steady(rig)) == 2
+        assert not wing._layouts.leaving
+        # What needs nobody to end is done.
+        rig.want("3g.71gb", "1g.18gb")
+        await until(rig, {0: "1g.18gb", 4: "3g.71gb"})
+
+
+async def test_a_drain_outlives_a_restart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.want("3g.71gb")
+    async with running(rig):
+        await until(rig, {0: "3g.71gb"})
+        held = rig.uuid_at(0)
+        rig.hold(held)
+        rig.want("1g.18gb")
+        await until(rig, {0: "3g.71gb", 4: "1g.18gb"})
+        with anyio.fail_after(10):
+            while '"leaving": {}' in (text := (tmp_path / NAME).read_text()) or held not in text:
+                await anyio.sleep(0.01)
+    rig.calls = WorkerThread("again")
+    rig.node = replace(rig.node, calls=rig.calls)
+    rig.assignment.publish(Assignment())
+    rig.node.holdings.cell.publish(rig.record)
+    async with running(rig) as wing:
+        assert held in wing._layouts.leaving  # before anything is offered
+        await anyio.sleep(0.1)
+        assert held in wing._layouts.leaving
+        # No layout asks for that any more.
+        rig.assignment.publish(Assignment({rig.uuid: GpuMode(Mode.MIG)}))
+        with anyio.fail_after(10):
+            while wing._layouts.leaving:
+                await anyio.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -224,6 +225,33 @@ def test_single_and_whole_gpus_do_not_go_together() -> None:
         load(flags=["mig.strategy=single"])
     load(flags=["mig.strategy=single", "modes.pgpu=false"])
     load(flags=["mig.strategy=single", "modes.mig=false"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "flags", "says"),
+    [
+        ({"mode": "mig", "mig": ["1g.18gb"]}, (), "only with mig.manage: true"),
+        ({"mode": "pgpu", "mig": ["1g.18gb"]}, ("mig.manage=true",), "mig is for mode mig, not pgpu"),
+        ({"mode": "mig", "mig": ["1g.18gb "]}, ("mig.manage=true",), "mig"),
+        ({"mode": "mig", "mig": ["; rm"]}, ("mig.manage=true",), "mig"),
+        ({"mode": "mig", "mig": ["1g.18gb"] * 9}, ("mig.manage=true",), "mig"),
+        (
+            {"mode": "mig", "mig": ["1g.18gb", "3g.71gb"]},
+            ("mig.manage=true", "mig.strategy=single", "modes.pgpu=false"),
+            "single offers one profile",
+        ),
+    ],
+)
+def test_layouts_that_no_node_can_have_are_refused(
+    entry: dict[str, Any], flags: tuple[str, ...], says: str
+) -> None:
+    layouts = json.dumps({"parted": [{"gpus": [0], **entry}]})
+    with pytest.raises(ConfigurationError, match=says):
+        load(flags=[f"layouts={layouts}", *flags])
+    good = json.dumps(
+        {"parted": [{"gpus": [0], "mode": "mig", "mig": ["3g.71gb", "1g.18gb+me", "1g.24gb-me"]}]}
+    )
+    assert load(flags=[f"layouts={good}", "mig.manage=true"]).layouts["parted"][0].mig[1] == "1g.18gb+me"
 
 
 @pytest.mark.parametrize("mode", [Mode.PGPU, Mode.VGPU, Mode.MPS, Mode.MIG])

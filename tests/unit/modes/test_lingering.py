@@ -177,7 +177,7 @@ def test_a_gpu_with_a_process_is_closed_whatever_else_is_waited_for(waits_for: s
 def test_a_pod_that_no_record_has_shown_keeps_its_gpu_while_its_process_stays() -> None:
     @in_virtual_time
     async def run() -> None:
-        host, vanished = Host(), [{"uid-short"}]
+        host, vanished = Host(), [{"uid-flood"}, {"uid-short"}]
         host.known = frozenset()
         departed = Departed(
             lambda: (FIRST.uuid, OTHER.uuid),
@@ -193,6 +193,13 @@ def test_a_pod_that_no_record_has_shown_keeps_its_gpu_while_its_process_stays() 
         host.pids[OTHER.uuid] = {8: "uid-monitor"}
         await host.lingering.look()
         assert not host.lingering.found
+        looks = host.looks
+        for _ in range(9):  # many of them cost no more
+            await host.lingering.look()
+        assert (host.looks, vanished) == (looks, [{"uid-flood"}])
+        await anyio.sleep(LOOK_SECONDS)
+        await host.lingering.look()
+        assert (host.looks, vanished) == (looks + 1, [])
 
     run()
 

@@ -127,6 +127,22 @@ def test_a_claim_that_containers_share_is_held_once() -> None:
     assert [each.held for each in shares_of(Record((parts[0], *others), ()), GPUS)] == [0.4, 0.4]
 
 
+def test_devices_of_dra_are_free_whole_or_in_parts() -> None:
+    modes = {
+        0: GpuMode(Mode.MPS, dra=True),
+        1: GpuMode(Mode.DRA, dra=True),
+        2: GpuMode(Mode.PGPU, dra=True),
+    }
+    shares = [
+        ClaimedShare(UUIDS[0], Mode.MPS, 30, 8, claim="c"),
+        ClaimedShare(UUIDS[2], Mode.PGPU, claim="w"),
+    ]
+    taken = [Holding("a", f"p{n}", "main", "", (), share=each) for n, each in enumerate(shares)]
+    assert found(modes, taken) == {"dra": (1, 1.7, 1.0, 0)}
+    cordoned = GpuMode(Mode.DRA, Offering.CLOSED, "cordoned", dra=True)
+    assert found({1: cordoned}, []) == {"dra": (0, 0.0, 0.0, 0)}
+
+
 def test_a_gpu_that_drains_or_is_off_has_nothing_to_give() -> None:
     modes = {0: GpuMode(Mode.VGPU, Offering.CLOSED), 1: GpuMode()}
     assert found(modes, []) == {"vgpu": (0, 0.0, 0.0, 0.0)}

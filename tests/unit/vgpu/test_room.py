@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio.to_thread
 import pytest
+from msgspec.structs import replace
 
 from agent.kit.cell import Cell
 from agent.kubelet.plugin_types import Allocation
@@ -265,6 +266,25 @@ async def test_limits_stay_while_the_container_runs(node: Node) -> None:
     assert await node.folders() == []
 
 
+@pytest.mark.parametrize("listed", [False, True])
+async def test_limits_stay_while_neither_record_nor_api_server_says_whose_they_are(
+    node: Node, listed: bool
+) -> None:
+    """The kubelet has lost its checkpoint, and the API server is away."""
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    if listed:  # by its name, without units that it had
+        node.holding(("a", units()))
+        await node.isolation.tidy()
+    else:
+        await node.agent().start()
+    node.now += 2 * GRACE_SECONDS
+    for away in (True, False):
+        node.record.publish(Record((), (("default", "a", "main"),) if listed else (), away=away))
+        await node.isolation.tidy()
+        assert bool(await node.folders()) == away
+
+
 @pytest.mark.parametrize("by", ["somebody", "the agent"])
 async def test_limits_that_are_missing_are_put_back_while_the_container_is_held(node: Node, by: str) -> None:
     await node.isolation.start()
@@ -320,6 +340,35 @@ async def test_limits_stay_that_a_pod_got_under_the_name_and_uid_of_the_one_befo
     await node.isolation.tidy()
     node.now = 2 * GRACE_SECONDS
     node.holding(("a", units()), ended=["uid-a"])
+    await node.isolation.tidy()
+    assert await node.folders() == [key_of(units())]
+
+
+async def test_limits_are_of_the_true_pod_once_its_kubelet_names_it(node: Node) -> None:
+    """They were made while a mute watch showed an earlier pod of the name."""
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    (limits,) = node.isolation.containers.value.values()
+    await node.isolation.resize(key_of(units()), replace(limits.about, memory_bytes=3 * BLOCK))
+    inode = node.isolation.folders.path(key_of(units()), LIMITS).stat().st_ino
+
+    def named(uid: str, *unfinished: str) -> Record:
+        held = Holding("default", "a", "main", HELD, units())
+        listed = (("default", "a", "main"),)
+        return Record((held,), listed, unfinished=frozenset(unfinished), uids={("default", "a"): uid})
+
+    for record, uid in (
+        (named("uid-older", "uid-a", "uid-older"), "uid-a"),  # an entry of before
+        (named("uid-true", "uid-true"), "uid-true"),
+    ):
+        node.record.publish(record)
+        await node.isolation.tidy()
+        (limits,) = node.isolation.containers.value.values()
+        assert limits.about.uid == node.isolation.folders.about(key_of(units())).uid == uid
+    assert node.isolation.folders.limits(key_of(units())).memory_bytes == 3 * BLOCK
+    assert node.isolation.folders.path(key_of(units()), LIMITS).stat().st_ino == inode
+    node.record.publish(Record((), (), unfinished=frozenset({"uid-true"})))
+    node.now += 2 * GRACE_SECONDS
     await node.isolation.tidy()
     assert await node.folders() == [key_of(units())]
 
