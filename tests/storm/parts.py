@@ -76,7 +76,8 @@ class Parts:
 
 def held(world: "World") -> dict[str, str]:
     """The instances that pods hold by the kubelet's own tables, and by which pod."""
-    life, found = world.kubelet._life, {}
+    found: dict[str, str] = {}
+    life = world.kubelet._life
     api = world.kubelet.api
     known = (api.pods.values(), api.manifests.values(), life._pods.values() if life else ())
     alive = {pod.uid: pod.spec.name for pods in known for pod in pods if not pod.phase.finished}

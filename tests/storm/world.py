@@ -79,7 +79,7 @@ class Shape:
         """A shape that the seed chose."""
         # By a draw of its own: storms without an extender are what they were before there was one.
         extender = random.Random(f"extender of {seed}").random() < 0.3
-        mig = random.Random(f"parts for {seed}").random() < 0.12
+        mig = not extender and random.Random(f"parts for {seed}").random() < 0.12
         return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender, mig=mig)
 
 
