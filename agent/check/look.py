@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from agent.model.look import Look, Severity
 
-# Exit codes, docs/names.md.
+# Exit codes, docs/commands.md.
 GOOD, WRONG, NOT_SEEN = 0, 1, 3
 
 

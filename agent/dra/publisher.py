@@ -30,6 +30,7 @@ from agent.dra.slices import (
     differences,
     gpus_of,
     missing_gates,
+    rewrites,
     writes,
 )
 from agent.kit.backoff import Backoff
@@ -165,7 +166,7 @@ class SlicePublisher:
         due = [each for each in writes(self._node, uid, wanted, ours) if self._differs(each, ours)]
         if not self._registered.value:
             # A pod whose claim no driver prepares is tried again after a minute or more only.
-            due = [each for each in due if each.version]
+            due = rewrites(due)
         for write in due:
             await self._write(write)
         for name in ours.keys() - wanted.keys():

@@ -191,6 +191,14 @@ def writes(
     ]
 
 
+def rewrites(found: list[Write]) -> list[Write]:
+    """The writes where no slice may be created: none where one would have to be.
+
+    The others would begin a new generation, which is never complete, and so again with the next look.
+    """
+    return found if all(each.version for each in found) else []
+
+
 def _slice(name: str, node: str, node_uid: str | None, pool: Document, content: Document) -> Document:
     metadata: Document = {"name": name}
     if node_uid:

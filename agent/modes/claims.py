@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from agent.kit.cell import Cell
-from agent.model.modes import GpuMode, Mode
+from agent.model.modes import UNCLAIMED, GpuMode, Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +36,12 @@ class ClaimRequests:
     def holds(self, uuid: str, *, leaving: bool) -> bool:
         """Whether a claim is on a GPU; on one that is `leaving` for another door, whether one may be."""
         return uuid in self.wanted.value or (leaving and uuid in self.listed.value)
+
+    def left(self, uuid: str) -> GpuMode | None:
+        """How an agent of before left a GPU that is no holder's by other records; None: as no device.
+
+        What its slices list may be allocated by now. Claims of pods that were deleted by force are in the
+        door's record alone: what runs for them stays until their containers have ended.
+        """
+        mode = self.wanted.value.get(uuid, UNCLAIMED)
+        return GpuMode(mode, dra=True) if self.holds(uuid, leaving=True) else None

@@ -27,7 +27,7 @@ from agent.kit.follow import follow
 from agent.model.gpu import Gpu
 from agent.model.holding import GpuHolder
 from agent.model.ids import SEPARATOR
-from agent.model.modes import OFF, UNCLAIMED, WHOLE_GPUS, Assignment, GpuMode, Mode
+from agent.model.modes import OFF, WHOLE_GPUS, Assignment, GpuMode, Mode
 from agent.modes import transition, withheld
 from agent.modes.claims import ClaimRequests
 from agent.modes.comparing import (
@@ -251,8 +251,7 @@ class ModeSwitcher:
         found: dict[str, ModeState] = {}
         for uuid in new:
             held = holders.get(uuid)
-            # What slices of before list may be allocated by now.
-            listed = GpuMode(UNCLAIMED, dra=True) if self._claims.holds(uuid, leaving=True) else None
+            listed = self._claims.left(uuid)
             found[uuid] = transition.first_seen(taken_over(held, targets.get(uuid, OFF)) if held else listed)
         self._change(found)
 

@@ -12,6 +12,7 @@ from agent.model.placement import ASSIGNED, HINT
 from agent.modes.switch_state import Phase
 from agent.simulator.kubelet.api_server import Pod
 from tests.storm.attribution import Limits
+from tests.storm.claim_rules import ClaimRules
 from tests.storm.excuses import Excuses
 from tests.storm.grown import grown_of
 from tests.storm.holders import MODES, Held, Holders
@@ -69,6 +70,7 @@ class Invariants:
         self._views = Views(world)
         self._mps = MpsService(world)
         self._limits = Limits(world)
+        self._claims = ClaimRules(world)
         self._lingerers = Lingerers(world, self.excuses)
         world.on_write.append(self._assigned)
         self._each: tuple[Callable[[], None], ...] = (
@@ -87,6 +89,7 @@ class Invariants:
             self._lingerers_keep_their_gpu,
             self._limits_stay,
             self._parts_stay,
+            self._claims_are_kept,
         )
 
     def event(self) -> None:
@@ -221,6 +224,10 @@ class Invariants:
 
     def _limits_stay(self) -> None:
         if text := self._limits.gone():
+            raise Violation(text)
+
+    def _claims_are_kept(self) -> None:
+        if text := self._claims.wrong(self._modes):
             raise Violation(text)
 
     def _assigned(self, method: str, path: str, body: object) -> None:

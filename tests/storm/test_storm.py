@@ -15,6 +15,7 @@ import pytest
 from tests.storm import figures
 from tests.storm.acts import families, later_families
 from tests.storm.memory import _size
+from tests.storm.mutants import CLAIM_FAULTS
 from tests.storm.plan import SEEDS, planned, read
 from tests.storm.tempo import SPARSE
 from tests.storm.world import Shape
@@ -28,6 +29,7 @@ FIXED = {
     "bursts": (28, 90012, 300001, 100004, 62, 44, 59),
     "dense": (63, 12, 5, 3, 70005, 33, 90015, 32, 90001, 37, 7, 2, 53, 38),
 }
+WITH_CLAIMS = "103,206,104,301"
 STEPS = 6000  # of each that is dense
 LEAST_STEPS, ALL_STEPS = 6000, 100_000
 # Of `make test`, and of `make test-long`, which makes all 10^5 steps but on a slow or busy machine: no storm
@@ -64,6 +66,17 @@ def test_fixed_storms_find_nothing(seconds: float, tmp_path: Path) -> None:
     assert found["failures"] == 0
     assert found["excused_percent"] <= MOST_EXCUSED_PERCENT
     assert found["steps"] >= (ALL_STEPS if perf_counter() - began < seconds else LEAST_STEPS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seconds", [5.0, pytest.param(60.0, marks=pytest.mark.long)])
+def test_fixed_storms_with_claims_find_nothing(seconds: float, tmp_path: Path) -> None:
+    """No seed draws claims: what other storms are would change."""
+    limits = ("--steps", "800", "--seconds", str(seconds), "--no-shrink", "--tempo", "dense", "--jobs", "2")
+    code, said, found = _storms(tmp_path / "report", "--only", WITH_CLAIMS, "--faults", CLAIM_FAULTS, *limits)
+    print(json.dumps(figures.add(**{key: found[key] for key in KEYS})))
+    assert code == 0, said[-12_000:]
+    assert found["steps"] >= 800
 
 
 def test_fixed_storms_have_faults_of_every_family() -> None:

@@ -1,11 +1,14 @@
 """Events that a seed chooses: what users do, and what goes wrong. Each is one step."""
 
 from tests.storm import lingering, seams
-from tests.storm.acts import agents, api, extenders, gpus, kubelets, mps, parted, tenants, users
+from tests.storm.acts import agents, api, claims, extenders, gpus, kubelets, mps, parted, tenants, users
 from tests.storm.acts.family import Act, Family
 from tests.storm.world import Shape, World
 
 USERS = Family("users", {users.create_pod: 40, users.delete_pod: 25})
+# Of users, too, where the node's GPUs may be devices of DRA.
+CLAIMS = Family("claims", {claims.create: 40, claims.share: 15, claims.drop: 4, claims.delete: 25})
+MEDDLED_CLAIMS = Family("claims meddled with", {claims.wipe: 3, claims.intrude: 1, claims.forbid: 3})
 # Of every storm, whatever its shape.
 FAULTS = (
     Family("labels", {users.label: 8}),
@@ -68,6 +71,7 @@ def later_families(shape: Shape) -> tuple[Family, ...]:
         *LATEST,
         HUNG_PROCESSES,
         *(INSTANCES if shape.mig else ()),
+        *((CLAIMS, MEDDLED_CLAIMS) if shape.claims else ()),
     )
 
 
@@ -90,6 +94,8 @@ ACTS = {
         *LATEST,
         HUNG_PROCESSES,
         *INSTANCES,
+        CLAIMS,
+        MEDDLED_CLAIMS,
     )
     for act in family.weights
 }
@@ -122,6 +128,7 @@ async def calm(world: World) -> None:
             daemon.leave(pid)
     kubelets.mend_checkpoint(world)
     seams.KUBELET.calm()
+    world.kubelet.api.resources.forbidden_reads = 0
     world.neighbour.calm()
     if world.shape.extender:
         await world.extenders.calm()
@@ -131,6 +138,7 @@ async def calm(world: World) -> None:
 
 __all__ = [
     "ACTS",
+    "CLAIMS",
     "FAULTS",
     "USERS",
     "Act",

@@ -75,7 +75,7 @@ class RecordMachine(RuleBasedStateMachine):
         self.loop.close()
 
     def told_view(self) -> View:
-        return View(dict(self.told), self.complete)
+        return View(dict(self.told), self.complete, away=not self.complete)
 
     async def list(self, deadline: float = 2.0) -> Record:
         """PodResources: plain init containers are left out, and pods that this kubelet has not heard of."""

@@ -166,6 +166,17 @@ def test_claims_choose_nothing_where_plugins_offer() -> None:
     assert [requests.holds("GPU-3", leaving=each) for each in (False, True)] == [False, True]
 
 
+def test_a_gpu_keeps_the_mode_of_its_claims_over_a_restart() -> None:
+    """Though it shall leave, and no other record has the claims of pods that were deleted by force."""
+    requests = ClaimRequests()
+    requests.wanted.publish({GPU: SHARES})
+    requests.listed.publish(frozenset({GPU, "GPU-2"}))
+    assert requests.left("GPU-2") == GpuMode(UNCLAIMED, dra=True)
+    assert requests.left("GPU-3") is None
+    state = wanted(transition.first_seen(requests.left(GPU)), BY_PLUGIN)
+    assert (state.stage, state.mode, state.running) == (ModeStage.KEEPING, SHARES, SHARES)
+
+
 def test_a_choice_of_claims_is_no_change_of_the_nodes_mode() -> None:
     assert not must_drain(SHARED, FREE)
     assert must_drain(SHARED, BY_PLUGIN)
