@@ -78,7 +78,7 @@ def judge(
     alike: dict[Summary, str],
 ) -> str:
     """Why a demand does not fit; empty: it fits. `alike`: what was found for this demand so far."""
-    summary = free.summary if len(demand.slots) == 1 and not demand.gpus else None
+    summary = free.summary if demand.by_summary else None
     if summary is None:
         return refusal(free, demand, inventory, work)
     found = alike.get(summary)

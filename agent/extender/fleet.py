@@ -66,6 +66,8 @@ class Fleet:
         self._assumed: dict[str, Assumed] = {}
         self._claims: dict[str, dict[str, PodClaim]] = {}  # by node, also of nodes that are not there
         self._free: dict[str, FreeCapacity] = {}
+        # Of nodes on which a demand of one slot is judged by no more than these figures, by name.
+        self.summaries: dict[str, Summary] = {}
         self._replicas: dict[str, dict[str, int]] = {}  # pods by node, for each owner whose replicas spread
 
     # News
@@ -237,6 +239,8 @@ class Fleet:
         if found is None:
             inventory = self._nodes[name].inventory or NodeInventory()
             found = self._free[name] = free_capacity(inventory, self.claims(name).values())
+            if (summary := found.summary) and not inventory.by_claims:
+                self.summaries[name] = summary
         return found
 
     def claims(self, name: str) -> Mapping[str, PodClaim]:
@@ -357,4 +361,5 @@ class Fleet:
 
     def _touch(self, name: str) -> None:
         self._free.pop(name, None)
+        self.summaries.pop(name, None)
         self.on_change(name)

@@ -13,7 +13,8 @@ import msgspec
 FILE_NAME = "kubelet_internal_checkpoint"
 
 # Device IDs by pod UID, container and resource.
-Entries = Mapping[tuple[str, str, str], frozenset[str]]
+_Place = tuple[str, str, str]
+Entries = Mapping[_Place, frozenset[str]]
 
 
 class CheckpointUnreadable(Exception):
@@ -28,7 +29,7 @@ class _Entry(msgspec.Struct, rename="pascal"):
 
 
 class _Data(msgspec.Struct, rename="pascal"):
-    pod_device_entries: list[_Entry] | None = None
+    pod_device_entries: list[msgspec.Raw] | None = None
 
 
 class _File(msgspec.Struct, rename="pascal"):
@@ -42,6 +43,8 @@ class Checkpoint:
         self._file = folder / FILE_NAME
         self._stamp: object = None
         self._entries: Entries = {}
+        # By their bytes: each admission replaces the file, in which one entry is new.
+        self._known: Mapping[bytes, tuple[_Place, frozenset[str]]] = {}
 
     def read(self) -> Entries:
         """The entries; none where there is no file. The same object until it changes. Blocks.
@@ -53,12 +56,9 @@ class Checkpoint:
             stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if stamp != self._stamp:
                 content = msgspec.json.decode(self._file.read_bytes(), type=_File)
-                self._entries = {
-                    (each.pod_uid, each.container_name, each.resource_name): frozenset().union(
-                        *(each.device_ids or {}).values()
-                    )
-                    for each in content.data.pod_device_entries or ()
-                }
+                raw = map(bytes, content.data.pod_device_entries or ())
+                self._known = {each: self._known.get(each) or _entry(each) for each in raw}
+                self._entries = dict(self._known.values())
                 self._stamp = stamp
         except FileNotFoundError:
             self._stamp, self._entries = None, {}
@@ -68,3 +68,9 @@ class Checkpoint:
                 f"the kubelet's checkpoint {self._file} is not readable: {error}"
             ) from error
         return self._entries
+
+
+def _entry(raw: bytes) -> tuple[_Place, frozenset[str]]:
+    each = msgspec.json.decode(raw, type=_Entry)
+    ids = frozenset[str]().union(*(each.device_ids or {}).values())
+    return (each.pod_uid, each.container_name, each.resource_name), ids

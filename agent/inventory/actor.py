@@ -17,6 +17,8 @@ from agent.model.health import Rules
 log = structlog.get_logger()
 
 MAILBOX_SIZE = 256
+# Of the event loop, from a snapshot by plugin and stream until the list has left on its socket.
+TURNS_TO_THE_SOCKET = 4
 
 
 class Inventory:
@@ -38,8 +40,9 @@ class Inventory:
             if after is before:
                 continue
             self.snapshot.publish(after)
-            # Readers of the snapshot go first: a verdict must not wait for its own log line.
-            await anyio.lowlevel.checkpoint()
+            # A verdict must not wait for its own log line.
+            for _ in range(TURNS_TO_THE_SOCKET):
+                await anyio.lowlevel.checkpoint()
             _log_changes(before, after)
             self.counters.announce(before, after)
 

@@ -23,7 +23,7 @@ from agent.mig.plugin import MigPlugin
 from agent.model.holding import Record
 from agent.model.modes import Mode, Offering
 from agent.modes.wing import Node
-from agent.nvml.nvml_errors import NvmlCode, NvmlError
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlHung, NvmlLeftOver
 from agent.nvml.port import Partition
 
 log = structlog.get_logger()
@@ -237,6 +237,8 @@ class Layouts:
                 )
             except NvmlError as error:
                 self.changes["make", "failed"] += 1
+                if not isinstance(error, NvmlHung | NvmlLeftOver):
+                    self._book.retract(state.uuid, profile.number, making.start)
                 failure = failure or _of(making, error)
                 continue
             self._changed(state, "make", profile.name, making.start)

@@ -82,7 +82,9 @@ class MadeBook:
             if not each.at(gpu, instance) or each.number not in (None, instance.number):
                 continue
             # What somebody has divided an instance of ours into is theirs.
-            if not instance.computes or (instance.whole and uuid and each.uuid in ("", uuid)):
+            # One that was found half made is never made whole by this agent.
+            known = each.uuid == uuid or (each.number is None and not each.uuid)
+            if not instance.computes or (instance.whole and uuid and known):
                 return True
         return False
 
@@ -101,6 +103,10 @@ class MadeBook:
         """An instance is about to be made. Raises OSError: then it may not be."""
         self._made |= {Made(gpu, profile, start)}
         await self._write()
+
+    def retract(self, gpu: str, profile: int, start: int) -> None:
+        """Nothing of it was made: what is at its place is somebody else's. Written with the next look."""
+        self._made -= {Made(gpu, profile, start)}
 
     async def note_switch(self, gpu: str, *, on: bool) -> None:
         self.switched = self.switched | {gpu} if on else self.switched - {gpu}

@@ -245,7 +245,7 @@ class NvmlPort(Protocol):
     def make_instance(self, uuid: str, profile: MigProfile, start: int) -> int:
         """Make an instance whole, or not at all, and answer its number. Needs root.
 
-        Raises NvmlError, with INSUFFICIENT_RESOURCES where it has no room.
+        Raises NvmlError, with INSUFFICIENT_RESOURCES where it has no room; NvmlLeftOver: a part is left.
         """
 
     def destroy_instance(self, uuid: str, number: int) -> None:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from agent.model.gpu import Instance
 from agent.nvml.instances import PASSED_OVER
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlNotSupported, error_for
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlLeftOver, NvmlNotSupported, error_for
 from agent.nvml.port import GpuInstance, MigProfile, Partition
 from agent.simulator import mig
 from agent.simulator.machine import SimulatedMachine
@@ -155,7 +155,7 @@ class MigCalls(ABC):
                 self._device("nvmlGpuInstanceDestroy", slot)
             except NvmlError as again:
                 text = f"{error}; and what was made of it cannot be destroyed: {again}"
-                raise error_for(error.code, error.call, text) from error
+                raise NvmlLeftOver(error.code, error.call, text) from error
             with self._mapping.editing():
                 made.bare = 0
             raise

@@ -120,7 +120,7 @@ CLAIM_FAULTS = (
     "api away,api refuses,api slow,api silent,mps daemons"
 )
 CLAIMS = {
-    "slices_begin_generations_without_end": Hunt(206, 1100, "rounds of the loop", CLAIM_FAULTS, "dense"),
+    "devices_leave_with_their_gpu": Hunt(1, 150, "has left the list", "claims,labels", "dense"),
     "claims_choose_nothing_over_a_restart": Hunt(401, 100, "runs claims as", CLAIM_FAULTS, "dense"),
 }
 HUNTS = NAMED | OTHERS | HOLDERS | CLAIMS

@@ -242,6 +242,27 @@ async def test_a_driver_that_refuses_is_named_and_tried_again(
                 await anyio.sleep(0.01)
 
 
+async def test_somebody_who_comes_first_keeps_what_he_made(tmp_path: Path) -> None:
+    """Between the look and the creation another one makes the same instance at the same place."""
+    rig = Rig(tmp_path)
+    make = rig.nvml.make_instance
+
+    def made_by_others_first(*args: Any) -> int:
+        rig.nvml.make_instance = make  # type: ignore[method-assign]
+        rig.machine.make_instance(0, "3g.71gb")
+        return make(*args)
+
+    rig.nvml.make_instance = made_by_others_first  # type: ignore[method-assign,assignment]
+    rig.want("3g.71gb")
+    async with running(rig) as wing:
+        await until(rig, {0: "3g.71gb"})
+        await problem(wing, rig.uuid, "cannot be made")
+        rig.scan()
+        rig.want("7g.141gb")
+        await problem(wing, rig.uuid, "have no place beside")
+        assert await steady(rig) == {0: "3g.71gb"}
+
+
 async def test_one_failure_stops_no_other_instance(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.machine.fail("nvmlDeviceCreateGpuInstanceWithPlacement", NvmlCode.UNKNOWN, times=1)
