@@ -77,9 +77,12 @@ def _report(
     settings, inventory, record = core.settings, core.inventory.snapshot, core.holdings.cell
     fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
 
-    def labels(present: Mapping[str, str]) -> Mapping[str, str]:
-        found = labels_of(inventory.value, assignment.value, present) if settings.node_labels else {}
-        return {**found, **fixed}
+    strategy = settings.mig.strategy if settings.modes.mig else None
+
+    def labels(present: Mapping[str, str]) -> Mapping[str, str | None]:
+        if not settings.node_labels:
+            return fixed
+        return {**labels_of(inventory.value, assignment.value, present, strategy), **fixed}
 
     def changes(present: Mapping[str, str]) -> Mapping[str, str | None]:
         guarded = settings.cluster.scale_down_guard

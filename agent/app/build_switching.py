@@ -118,6 +118,7 @@ async def build_switching(
         wings=wings,
         when_busy=settings.when_busy,
         standing=request.source.catalog.remembered(request.remembered),
+        draining=request.memory.draining,
         cordons=in_force,
         lingering=lingering,
         unexplained=unexplained,
@@ -149,7 +150,7 @@ async def start_switching(
         tasks.start("driver upgrades", parts.upgrade.run)
     tasks.start("mode switcher", parts.switcher.run)
     tasks.start("cordons", parts.cordons.run)
-    tasks.start("mode memory", request.memory.follow, parts.switcher.accepted)
+    tasks.start("mode memory", request.memory.follow, parts.switcher.accepted, parts.switcher.assignment)
     if parts.node:
         start_node(parts.node, core, tasks, parts.resources, parts.switcher.assignment, grown)
 

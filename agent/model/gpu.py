@@ -20,6 +20,9 @@ class Instance:
     profile: str  # as NVIDIA writes it: "1g.18gb", "1c.3g.71gb", "1g.18gb+me"
     memory_bytes: int
     multiprocessors: int = 0  # 0: not known
+    slices: int = 0  # of its GPU instance and of itself
+    compute_slices: int = 0
+    engines: tuple[int, ...] = ()  # copy, decoder, encoder, JPEG, optical flow
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ Set-ups that fail are tried again together (`agent.modes.retry`): each try takes
 before off the lists for a while.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -82,6 +82,7 @@ class ModeSwitcher:
         wings: Wings = NO_WINGS,
         when_busy: Literal["drain", "refuse"] = "drain",
         standing: Desired | None = None,
+        draining: Collection[Mode] = (),
         cordons: Cell[Cordons] | None = None,
         lingering: Lingering | None = None,
         unexplained: Unexplained | None = None,
@@ -89,6 +90,8 @@ class ModeSwitcher:
         claims: ClaimRequests | None = None,
     ) -> None:
         """`standing`: what was in force before this process, for a request that cannot be obeyed.
+
+        `draining`: modes of instances that GPUs were leaving then, for their holders.
 
         `lacks`: why containers would miss what is to come with a GPU; nothing is offered then.
         """
@@ -111,6 +114,7 @@ class ModeSwitcher:
         self._others: withheld.Withheld = {}  # who is on GPUs beside those that hold them
         self._strangers: withheld.Withheld = {}  # those of them that hold units of another plugin
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
+        self._draining = draining
         self._group: TaskGroup | None = None
         self._retry = Retry()
         self._failing = False  # set-ups fail, and that has been published
@@ -168,6 +172,7 @@ class ModeSwitcher:
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
             self._take_over(new, holders, plan.targets)
+            self._draining = ()  # what was taken over says it from now on
             if refusing:
                 plan, busy = self._refused_if_busy(plan, holders)
         if plan.obeys and desired != self.accepted.value:
@@ -221,7 +226,7 @@ class ModeSwitcher:
         self._kubelet_retry.reset()
         standing = self.accepted.value
         had = {entry.mode for entry in standing.entries} if standing else set[Mode]()
-        had |= {target.mode for target in plan.targets.values()}
+        had |= {target.mode for target in plan.targets.values()} | set(self._draining)
         had |= {state.mode for state in self._states.values()}
         return handed_out_here(pods.by_gpu, had)
 

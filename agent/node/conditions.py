@@ -41,8 +41,8 @@ EVENT_REASONS = {
 CONDITION_REASONS = {phase: phase.value.capitalize() for phase in Phase}
 
 
-# The labels that a node with certain labels is to have.
-Labels = Callable[[Mapping[str, str]], Mapping[str, str]]
+# The labels that a node with certain labels is to have; None for one that is to go.
+Labels = Callable[[Mapping[str, str]], Mapping[str, str | None]]
 # Changes of annotations for a node with certain ones; None removes one.
 Changes = Callable[[Mapping[str, str]], Mapping[str, str | None]]
 

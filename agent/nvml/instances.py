@@ -36,6 +36,15 @@ def _described(mig: Opaque) -> Instance:
         profile=profile_in(name if isinstance(name, str) else name.decode()),
         memory_bytes=shape.memorySizeMB * _MIB,
         multiprocessors=shape.multiprocessorCount,
+        slices=shape.gpuInstanceSliceCount,
+        compute_slices=shape.computeInstanceSliceCount,
+        engines=(
+            shape.sharedCopyEngineCount,
+            shape.sharedDecoderCount,
+            shape.sharedEncoderCount,
+            shape.sharedJpegCount,
+            shape.sharedOfaCount,
+        ),
     )
 
 

@@ -59,7 +59,8 @@ class MigCalls(ABC):
                 continue
             numbers = (each.gpu_instance, each.compute_instance)
             size, profile = each.memory_total, each.profile.decode()
-            found.append(Instance(each.uuid.decode(), *numbers, profile, size, each.multiprocessors))
+            shape, media = (each.multiprocessors, each.slices, each.slices), (0, 0, 0, each.media, each.media)
+            found.append(Instance(each.uuid.decode(), *numbers, profile, size, *shape, media))
         return tuple(found)
 
     def instance_memory(self, instance: str) -> int:

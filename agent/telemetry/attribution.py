@@ -164,8 +164,10 @@ def _utilization(
 ) -> list[tuple[float, Attribution]]:
     shares, device = split.shares, sample.gpu_utilization_ratio
     weights = [1.0 if share.core_limit is None else share.core_limit for share in shares]
-    if work is None:
-        if device is None:
+    # NVML has no such figure of instances' processes, and what there is of the GPU is nobody's.
+    parted = any(share.mode.row.partitioned for share in shares)
+    if work is None or parted:
+        if device is None or parted:
             return [(0.0, Attribution.ALLOCATED)] * len(shares)
         return _shared_out([None] * len(shares), device, weights, weights)
     own: list[float | None] = [None] * len(shares)

@@ -11,7 +11,7 @@ from agent.model.growth import Growth, Place
 from agent.model.holding import Record
 from agent.model.ids import BadDeviceId, parse
 from agent.model.modes import MODE_OF_UNIT, PAIRS, Mode
-from agent.model.units import REPLICA
+from agent.model.units import INSTANCE, REPLICA
 
 NO_SLICES: Mapping[str, int] = MappingProxyType({})
 NO_GROWTH: Mapping[Place, Growth] = MappingProxyType({})
@@ -30,7 +30,8 @@ class ContainerShare:
     mode: Mode
     core_limit: float | None  # 0..1 of the GPU; None: nothing was said of cores
     memory_limit: int  # bytes
-    # 0..1 of the GPU as bills count it: the larger of its parts of cores and memory. None: not known.
+    # 0..1 of the GPU as bills count it: the larger of its parts of cores and memory, of instances that of
+    # memory. None: not known.
     held: float | None = None
     sharers: int = 1  # containers that have it together, by one claim
 
@@ -49,6 +50,7 @@ class _Units:
     mode: Mode
     whole: bool = False
     slices: int = 0
+    instances: int = 0  # bytes of memory that they have
     cores: int = 0
     memory: int = 0
     grown: Growth = _NOT_GROWN
@@ -65,27 +67,7 @@ def shares_of(
 
     `slices`: of each GPU, as far as it is known. `grown`: what containers have beyond the kubelet's records.
     """
-    found: dict[Place, _Units] = _claimed(pods)
-    for holding in pods.holdings:
-        if not holding.listed:
-            continue  # plain init containers: their heirs have the same units, and run when they have ended
-        for text in holding.ids:
-            try:
-                unit = parse(text)
-            except BadDeviceId:
-                continue
-            key = (holding.namespace, holding.pod, holding.container, unit.gpu)
-            units = found.get(key)
-            if units is None:
-                units = found[key] = _Units(MODE_OF_UNIT[unit.unit])
-            if unit.unit in _CORES:
-                units.cores += 1
-            elif unit.unit in _BLOCK_BYTES:
-                units.memory += _BLOCK_BYTES[unit.unit]
-            elif unit.unit is REPLICA:
-                units.slices += 1
-            else:
-                units.whole = True
+    found = _held(pods, gpus)
     for key, growth in grown.items():
         if key in found:
             found[key].grown = growth
@@ -95,6 +77,35 @@ def shares_of(
     # More may be held than there are while a layout with fewer waits for its turn.
     there = {uuid: max(count, taken[uuid]) for uuid, count in slices.items()}
     return tuple(_share(key, units, gpus[key[3]], there) for key, units in found.items() if key[3] in gpus)
+
+
+def _held(pods: Record, gpus: Mapping[str, Gpu]) -> dict[Place, _Units]:
+    parts = {each.uuid: (uuid, each.memory_bytes) for uuid, gpu in gpus.items() for each in gpu.instances}
+    found = _claimed(pods)
+    for holding in pods.holdings:
+        if not holding.listed:
+            continue  # plain init containers: their heirs have the same units, and run when they have ended
+        for text in holding.ids:
+            try:
+                unit = parse(text)
+            except BadDeviceId:
+                continue
+            gpu, size = parts.get(unit.gpu, (unit.gpu, 0))
+            key = (holding.namespace, holding.pod, holding.container, gpu)
+            units = found.get(key)
+            if units is None:
+                units = found[key] = _Units(MODE_OF_UNIT[unit.unit])
+            if unit.unit in _CORES:
+                units.cores += 1
+            elif unit.unit in _BLOCK_BYTES:
+                units.memory += _BLOCK_BYTES[unit.unit]
+            elif unit.unit is REPLICA:
+                units.slices += 1
+            elif unit.unit is INSTANCE:
+                units.instances += size
+            else:
+                units.whole = True
+    return found
 
 
 def _claimed(pods: Record) -> dict[Place, _Units]:
@@ -122,9 +133,12 @@ def _share(key: Place, units: _Units, gpu: Gpu, slices: Mapping[str, int]) -> Co
     promised = units.cores + units.grown.cores
     cores = 1.0 if whole or units.slices else promised / CORES if promised else None
     memory = gpu.memory_bytes if whole or units.slices else units.memory + units.grown.memory_bytes
+    memory += units.instances
     held: float | None
     if units.slices:
         held = units.slices / slices[uuid] if uuid in slices else None
+    elif units.mode.row.partitioned:
+        held = min(1.0, memory / gpu.memory_bytes) if gpu.memory_bytes else None
     elif whole or pair is None:
         held = 1.0
     else:

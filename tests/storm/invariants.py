@@ -88,6 +88,7 @@ class Invariants:
             self._mps_serves,
             self._lingerers_keep_their_gpu,
             self._limits_stay,
+            self._parts_stay,
             self._claims_are_kept,
         )
 
@@ -215,6 +216,10 @@ class Invariants:
 
     def _lingerers_keep_their_gpu(self) -> None:
         if text := self._lingerers.offered():
+            raise Violation(text)
+
+    def _parts_stay(self) -> None:
+        if text := self._world.parts.wrong(self._world):
             raise Violation(text)
 
     def _limits_stay(self) -> None:

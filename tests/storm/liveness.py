@@ -13,12 +13,13 @@ from agent.node.taint import TAINT
 from agent.nvml.port import ComputeMode
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodClaim, PodSpec
 from agent.simulator.kubelet.resource_objects import SLICES
+from tests.storm import parts
 from tests.storm.acts.claims import spec_of
 from tests.storm.holders import OURS
 from tests.storm.invariants import Violation
 from tests.storm.memory import Memory, measured
 from tests.storm.pods import GPU
-from tests.storm.world import World
+from tests.storm.world import PARTED, PARTS, World
 
 CALM_SECONDS = 420.0  # quiet times of health rules are 300 s
 QUIET_SECONDS, QUIET_WRITES = 300.0, 10
@@ -38,6 +39,7 @@ GROWN_IN_QUIET = Memory(200, 128 << 10)
 async def check_calm(world: World, mode: Mode) -> None:
     """Within bounded time all is as asked for: every healthy GPU in `mode`. Raises Violation."""
     _delete_all_pods(world)
+    await _parts_settle(world)
     world.label(WORDS[mode])
     await anyio.sleep(35)
     agent = world.running
@@ -68,6 +70,11 @@ async def check_calm(world: World, mode: Mode) -> None:
         for probe in _probes(state.gpu.index, mode):
             await _runs(world, probe)
     await _nothing_is_left(world)
+
+
+async def _parts_settle(world: World) -> None:
+    if world.shape.mig and (problem := await parts.settled(world, PARTS["parts"], "parts", PARTED)):
+        raise Violation(problem)
 
 
 def _delete_all_pods(world: World) -> None:

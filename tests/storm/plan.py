@@ -73,6 +73,7 @@ def planned(
             mps=shape.mps or not wanted.isdisjoint(("mps daemons", "mps clients", CLAIMS.name)),
             resize=shape.resize or "resizes" in wanted,
             extender=any("extender" in each for each in wanted),
+            mig=not wanted.isdisjoint(("instances", "instance faults")),
             claims=CLAIMS.name in wanted,
         )
         known = (*families(shape), *later_families(shape))
@@ -84,6 +85,7 @@ def planned(
         weights |= {act: weight * BUSY[tempo] for act, weight in CLAIMS.weights.items()}
     words = ("pgpu", "vgpu", "mixed", *(("mps", "shared") if shape.mps else ()))
     label = rng.choice((*words, "dra", "dra", "dra", "doors", "others") if shape.claims else words)
+    label = "parts" if shape.mig else label
     pause = rng.choice((0.0, 0.5, 3.0))
     acts = rng.choices(list(weights), list(weights.values()), k=steps)
     modes = (Mode.VGPU, Mode.PGPU, *((Mode.MPS, Mode.MPS) if shape.mps else ()))

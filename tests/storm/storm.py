@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 from aiohttp import web_app
 
-from tests.storm import attribution, cheaper
+from tests.storm import attribution, cheaper, parts
 from tests.storm.acts import CLAIMS, USERS, Act, calm
 from tests.storm.admission import observe
 from tests.storm.claim_rules import check_claims_settle
@@ -63,7 +63,7 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
             await anyio.sleep(plan.pause)
             invariants = Invariants(made)
             # The outer one first: it ends last.
-            ends = [attribution.observe(invariants.found.append)]
+            ends = [attribution.observe(invariants.found.append), parts.observe(made)]
             end = observe(made, invariants.excuses, invariants.found.append)
             try:
                 for number, act in plan.acts():
@@ -89,7 +89,8 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
                 outcome.violation = str(violation)
             finally:
                 end()
-                ends.pop()()
+                while ends:
+                    ends.pop()()
             outcome.checks = invariants.looks
             outcome.excuses = invariants.excuses
             outcome.history.append(_state(made))

@@ -85,7 +85,7 @@ def test_fixed_storms_have_faults_of_every_family() -> None:
     assert {tempo: tuple(plans[seed].tempo for seed in seeds) for tempo, seeds in FIXED.items()} == {
         tempo: (tempo,) * len(seeds) for tempo, seeds in FIXED.items()
     }
-    everything = Shape(mps=True, resize=True, extender=True)
+    everything = Shape(mps=True, resize=True, extender=True)  # those with instances have a test of their own
     known = {family.name for family in (*families(everything), *later_families(everything))}
     for part in (plans.values(), [plan for plan in plans.values() if plan.tempo != SPARSE]):
         assert {name for plan in part for name in plan.families} == known
@@ -94,6 +94,15 @@ def test_fixed_storms_have_faults_of_every_family() -> None:
     for each in (lambda plan: plan.sockets, lambda plan: plan.shape.mps, lambda plan: plan.shape.resize):
         assert 0 < sum(map(each, dense)) < len(dense)
     assert 0 < sum(plan.shape.extender for plan in dense) < len(dense)
+
+
+@pytest.mark.timeout(300)
+def test_storms_with_instances_find_nothing(tmp_path: Path) -> None:
+    faults = "instances,instance faults,gpus,labels,agent killed"
+    arguments = ("--seed", "3", "--seeds", "1", "--steps", "150", "--tempo", "dense", "--no-shrink")
+    code, said, found = _storms(tmp_path / "report", *arguments, "--faults", faults)
+    assert code == 0, said[-12_000:]
+    assert found["failures"] == 0
 
 
 @pytest.mark.timeout(300)

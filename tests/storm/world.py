@@ -27,6 +27,7 @@ from agent.settings import (
     HttpSettings,
     Kubelet,
     LayoutEntry,
+    Mig,
     Modes,
     Mps,
     Sampling,
@@ -49,6 +50,7 @@ from tests.storm.extenders import Replicas
 from tests.storm.lives import AgentRun
 from tests.storm.mps_daemons import DaemonTable
 from tests.storm.neighbours import Neighbour
+from tests.storm.parts import Parts
 
 # Few units, so that lists are short: what storms look for does not depend on their number. Two GPUs, and one
 # that may be plugged in.
@@ -57,6 +59,13 @@ PROFILE = replace(
     _L40S, model=replace(_L40S.model, memory_mib=12 << 10), places=places("41 81 c1", (0, "0-95,192-287"))
 )
 SPARE = 2
+PARTED = 1  # slot of the GPU in MIG mode, where there is one
+WITH_MIG = replace(PROFILE, model=replace(PROFILE.model, mig_capable=True))
+PARTS: dict[str, tuple[str, ...]] = {
+    "parts": ("3g.6gb", "1g.2gb", "1g.2gb"),
+    "halves": ("3g.6gb", "2g.3gb", "1g.3gb"),
+    "as-they-are": (),
+}
 DOORS = {
     "doors": [LayoutEntry(gpus=["0"], mode="dra"), LayoutEntry(gpus=["rest"], mode="vgpu")],
     "others": [LayoutEntry(gpus=["0"], mode="pgpu"), LayoutEntry(gpus=["rest"], mode="dra")],
@@ -73,6 +82,7 @@ class Shape:
     mps: bool = False
     resize: bool = False  # limits of vGPU containers are followed, and may be changed while they run
     extender: bool = False  # kube-scheduler asks one, of which there are two replicas
+    mig: bool = False  # a GPU is in MIG mode, and layouts name its instances
     claims: bool = False  # GPUs may be devices of DRA; of storms that ask for it alone
 
     @classmethod
@@ -80,7 +90,8 @@ class Shape:
         """A shape that the seed chose."""
         # By a draw of its own: storms without an extender are what they were before there was one.
         extender = random.Random(f"extender of {seed}").random() < 0.3
-        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender)
+        mig = not extender and random.Random(f"parts for {seed}").random() < 0.12
+        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender, mig=mig)
 
 
 class World:
@@ -104,6 +115,7 @@ class World:
         self.kubelet_delay = seams.KUBELET.delay
         self.checkpoint: tuple[bytes, bytes] | None = None  # as it was, and torn
         self.neighbour = Neighbour(seed)
+        self.parts = Parts()
         self.http = HttpApi(self.kubelet.api)
         self.http.interfere = self.interfere
         self.daemons = DaemonTable(folder / "proc")
@@ -147,9 +159,11 @@ class World:
                 "shared": [LayoutEntry(gpus=["0"], mode="mps"), LayoutEntry(gpus=["rest"], mode="vgpu")]
                 if self.shape.mps
                 else [LayoutEntry(gpus=["0-99"], mode="vgpu")],
+                **(self._parted() if self.shape.mig else {}),
                 **(DOORS if self.shape.claims else {}),
             },
             dra=Dra(enabled=self.shape.claims),
+            mig=Mig(manage=self.shape.mig),
             http=HttpSettings(address="127.0.0.1", port=0),
             kubelet=Kubelet(root=str(self.kubelet.root)),
             cluster=ClusterSettings(
@@ -166,6 +180,13 @@ class World:
             health=HealthSettings(kernel_log=None, probe_seconds=4.0),
             sampling=Sampling(interval_seconds=30.0),
         )
+
+    def _parted(self) -> dict[str, list[LayoutEntry]]:
+        rest = LayoutEntry(gpus=["rest"], mode="vgpu")
+        parted: list[str | int] = [self.machine.uuid(PARTED)]
+        return {
+            word: [LayoutEntry(gpus=parted, mode="mig", mig=names), rest] for word, names in PARTS.items()
+        }
 
     # The agent
 
@@ -216,6 +237,8 @@ class World:
         meanwhile()
         if reboot:
             self.kubelet._machine.containers.reboot()
+            self.machine.reboot()
+            self.parts.others.clear()
             shutil.rmtree(self.folder / "run", ignore_errors=True)
 
         async def start() -> None:
@@ -296,7 +319,9 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
     CLOCK.stepped = 0.0
     seams.KUBELET.calm()
     seams.KUBELET.delay[0] = 0.0
-    machine = SimulatedMachine.create(PROFILE, hidden=[SPARE])
+    machine = SimulatedMachine.create(WITH_MIG if shape.mig else PROFILE, hidden=[SPARE])
+    if shape.mig:
+        machine.set_mig(PARTED, enabled=True)
     for each in ("bin", "cdi", "proc", "sys", "cgroup"):
         (folder / each).mkdir()
     # The host's processes as far as they tell that they are the host's, and the agent among them.

@@ -1,7 +1,7 @@
 """Events that a seed chooses: what users do, and what goes wrong. Each is one step."""
 
 from tests.storm import lingering, seams
-from tests.storm.acts import agents, api, claims, extenders, gpus, kubelets, mps, tenants, users
+from tests.storm.acts import agents, api, claims, extenders, gpus, kubelets, mps, parted, tenants, users
 from tests.storm.acts.family import Act, Family
 from tests.storm.world import Shape, World
 
@@ -46,6 +46,10 @@ OUTAGES = Family("api outages", {api.outage: 1})
 LATEST = (TENANTS, BLIND, SLOW_RECORDS, CLOCK_STEPS, OUTAGES)
 HUNG_PROCESSES = Family("processes hang", {tenants.outlive: 8})
 RESIZES = Family("resizes", {users.resize: 12})
+INSTANCES = (
+    Family("instances", {parted.label: 8, parted.make: 5, parted.destroy: 3, parted.stray: 3}),
+    Family("instance faults", {parted.refuse: 4, parted.reset: 2, parted.xid: 2}),
+)
 
 
 def families(shape: Shape) -> tuple[Family, ...]:
@@ -66,6 +70,7 @@ def later_families(shape: Shape) -> tuple[Family, ...]:
         DROPPED_STREAMS,
         *LATEST,
         HUNG_PROCESSES,
+        *(INSTANCES if shape.mig else ()),
         *((CLAIMS, MEDDLED_CLAIMS) if shape.claims else ()),
     )
 
@@ -88,6 +93,7 @@ ACTS = {
         DROPPED_STREAMS,
         *LATEST,
         HUNG_PROCESSES,
+        *INSTANCES,
         CLAIMS,
         MEDDLED_CLAIMS,
     )
@@ -112,6 +118,9 @@ async def calm(world: World) -> None:
         if daemon.forged:
             world.daemons.end(daemon.process.pid)
     mps.reap(world)
+    if world.parts.strays:
+        world.parts.strays = 0
+        world.machine.processes.stop(parted.STRAY)
     for pid in tuple(world.outliving):
         lingering.end(world, pid)
     for daemon in world.daemons.daemons:

@@ -139,4 +139,4 @@ def end(world: World, pod: PodSpec, *, force: bool) -> None:
 
 
 def _pod(world: World, rng: random.Random, name: str) -> PodSpec:
-    return random_pod(rng, name, mps=world.shape.mps, offered=users.offered(world))
+    return random_pod(rng, name, mps=world.shape.mps, mig=world.shape.mig, offered=users.offered(world))

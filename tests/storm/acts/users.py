@@ -20,7 +20,10 @@ async def create_pod(world: World, rng: random.Random) -> str:
     if len(world.pods) >= MOST_PODS:
         return await delete_pod(world, rng)
     world.made += 1
-    return create(world, random_pod(rng, f"p{world.made}", mps=world.shape.mps, offered=offered(world)))
+    return create(
+        world,
+        random_pod(rng, f"p{world.made}", mps=world.shape.mps, mig=world.shape.mig, offered=offered(world)),
+    )
 
 
 def offered(world: World) -> list[str]:

@@ -1,6 +1,6 @@
 """A node in memory for the mode switcher: GPUs, holders, and resources that only write down what they did."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, cast
@@ -189,6 +189,7 @@ async def switching(
     when_busy: str = "drain",
     desired: Desired | None = None,
     standing: Desired | None = None,
+    draining: Collection[Mode] = (),
     cordons: Any = None,
     lingering: Any = None,
     unexplained: Any = None,
@@ -214,6 +215,7 @@ async def switching(
         wings=wings or {},
         when_busy="refuse" if when_busy == "refuse" else "drain",
         standing=standing,
+        draining=draining,
         cordons=cordons,
         lingering=lingering,
         unexplained=unexplained,
