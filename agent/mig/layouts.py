@@ -132,7 +132,6 @@ class Layouts:
             course.problem = ""
             self._tell(state, course, replace(course.told, problem=""))
         course.backoff.reset()
-        # By the inventory as it was: it hears of the change later, and the GPU is looked at once more.
         course.reached = inputs if pause is None else None
         return pause
 
@@ -147,7 +146,8 @@ class Layouts:
             going = frozenset(each.uuid for each in (*steps.destroy, *steps.drain) if each.uuid)
             await self._mark(state.uuid, going)
             if not steps:
-                return None
+                # The inventory may lag behind: what it shows is taken for reached once it shows the same.
+                return None if partition.devices == state.gpu.instances else DRAIN_LOOK_SECONDS
             destroyed = steps.destroy and await self._destroy(state, course, steps.destroy)
             if not destroyed and not await self._make(state, steps):
                 break

@@ -39,12 +39,14 @@ class ClaimRules:
             str, dict[str, list[tuple[int, int]]]
         ] = {}  # cores and GiB, by claim's UID and GPU
         self._counters: dict[str, object] = {}  # of devices that are allocated
+        self._taken = ""  # what the agent deletes, though it is allocated
+        world.on_write.append(self._deleted)
 
     def wrong(self, held: Mapping[str, Mode]) -> str | None:
         """The first fault, in words. `held`: GPUs that plugins' units are held of, with their mode."""
         if not self._world.shape.claims:
             return None
-        return self._oversold() or self._unlisted() or self._shared(held) or self._lasting()
+        return self._taken or self._oversold() or self._unlisted() or self._shared(held) or self._lasting()
 
     # By the API's objects
 
@@ -82,6 +84,17 @@ class ClaimRules:
         cores, gib = sum(cores for cores, _ in shares), sum(gib for _, gib in shares)
         most = (self._world.machine.gpu(0).memory_total >> 30) - 1  # all GPUs are alike
         return f"{cores} cores and {gib} GiB" if cores > 100 or gib > most else ""
+
+    def _deleted(self, method: str, path: str, body: object) -> None:
+        del body
+        if method != "DELETE":
+            return
+        allocated = {each["device"] for _, each in self._allocated()}
+        for item in self._world.kubelet.api.resources.of(SLICES):
+            if path.endswith(f"/{item['metadata']['name']}"):
+                devices = {each["name"] for each in item["spec"].get("devices", ())}
+                for name in sorted(devices & allocated):
+                    self._taken = f"device {name} is allocated, and has left the list with its slice"
 
     def _unlisted(self) -> str | None:
         """A device that is allocated never leaves the list, and its counter never changes.

@@ -242,6 +242,21 @@ async def test_a_driver_that_refuses_is_named_and_tried_again(
                 await anyio.sleep(0.01)
 
 
+async def test_a_reset_that_no_look_has_seen_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inventory shows no instance before and after: they were made and lost between two looks."""
+    monkeypatch.setattr(layouts, "DRAIN_LOOK_SECONDS", 0.1)
+    rig = Rig(tmp_path)
+    rig.node = replace(rig.node, read_again=lambda: None)
+    rig.want("3g.71gb")
+    async with running(rig):
+        await until(rig, {0: "3g.71gb"})
+        rig.machine.reboot()
+        rig.scan()
+        await until(rig, {0: "3g.71gb"})
+
+
 async def test_somebody_who_comes_first_keeps_what_he_made(tmp_path: Path) -> None:
     """Between the look and the creation another one makes the same instance at the same place."""
     rig = Rig(tmp_path)
