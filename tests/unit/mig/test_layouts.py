@@ -459,15 +459,13 @@ async def test_mig_mode_is_turned_on_where_no_reset_is_needed(tmp_path: Path) ->
         await wing.prepare(state.gpu)
         assert rig.machine.gpu(1).mig_mode
         await wing.prepare(state.gpu)  # again is nothing
-        # It is given back as it was found; what others made of it keeps it.
-        made = rig.machine.make_instance(1, "3g.71gb")
+        made = rig.machine.make_instance(1, "3g.71gb")  # by others: it keeps the GPU in MIG mode
         await wing.give_back(state.gpu)
         assert rig.machine.gpu(1).mig_mode
         rig.machine.destroy_instance(1, made)
         await wing.give_back(state.gpu)
         assert not rig.machine.gpu(1).mig_mode
-        # One that others turned on stays so.
-        await wing.give_back(rig.snapshot.value.gpus[0].gpu)
+        await wing.give_back(rig.snapshot.value.gpus[0].gpu)  # one that others turned on stays so
         assert rig.machine.gpu(0).mig_mode
 
 
