@@ -56,6 +56,8 @@ class MigWing(Wing):
         if node.settings.mig.manage:
             await self._book.load()
             self._layouts.restore()
+        else:
+            await self._book.discard()
         return self
 
     def plugins(self) -> Sequence[ResourcePlugin]:
@@ -70,26 +72,36 @@ class MigWing(Wing):
             if resource not in self._plugins:
                 node = self._node
                 parts = (node.snapshot, node.assignment, node.holdings, node.injector)
+                of_all = self._of_layouts if self._single else None
                 self._plugins[resource] = MigPlugin(
-                    resource, *parts, of_any_profile=self._single, leaving=self._layouts.leaving
+                    resource, *parts, of_all=of_all, leaving=self._layouts.leaving
                 )
         return tuple(self._plugins.values())
 
     def tasks(self) -> Sequence[Task]:
         tasks = [Task("mig memory", self._measure)]
-        return [*tasks, Task("mig layouts", self._layouts.run)] if self._node.settings.mig.manage else tasks
+        if self._node.settings.mig.manage:
+            tasks += [Task("mig layouts", self._layouts.run), Task("mig mode", self._switch.run)]
+        return tasks
 
     def obstacle(self, state: GpuState) -> str:
         gpu = state.gpu
         if not gpu.mig_enabled:
             return self._switch.obstacle(gpu)
         profiles = {each.profile for one in self._node.snapshot.value.gpus for each in one.gpu.instances}
-        if self._single and len(profiles) > 1:
+        # A layout has one profile; on the way there others are not offered.
+        if self._single and len(profiles) > 1 and not self._of_layouts():
             return (
                 "with mig.strategy single all instances have one profile, and here are "
                 f"{', '.join(sorted(profiles))}: make them alike, or set mig.strategy: mixed"
             )
         return ""
+
+    def _of_layouts(self) -> frozenset[str]:
+        """The profiles of layouts, asked for or else in force."""
+        asked = {name for entry in self._node.desired.cell.value.entries for name in entry.instances}
+        in_force = {name for mode in self._node.assignment.value.gpus.values() for name in mode.instances}
+        return frozenset(asked or in_force)
 
     def undoes(self, state: GpuState) -> str:
         """See the interface: MIG mode that a layout had turned on."""
@@ -131,7 +143,7 @@ class MigWing(Wing):
             layout = self._layouts.of(gpu.uuid)
             if layout and layout.problem:
                 found.append(f"GPU {gpu.index} has not the instances of its layout: {layout.problem}")
-            elif text := "" if layout and layout.steps else _lacking(gpu):
+            elif text := "" if gpu.mig_enabled and layout and layout.steps else _lacking(gpu):
                 found.append(text)
         return found
 
@@ -171,7 +183,9 @@ class MigWing(Wing):
 
 
 def _lacking(gpu: Gpu) -> str:
-    """Say which part of a GPU in MIG mode nobody can ask for; empty: there is none."""
+    """Say which part of a GPU nobody can ask for; empty: there is none."""
+    if not gpu.mig_enabled:
+        return f"GPU {gpu.index} has left MIG mode, so that nothing of it is offered"
     if not gpu.instances:
         return (
             f"GPU {gpu.index} is in MIG mode and has no instance, so that nothing of it is offered; "
