@@ -33,9 +33,8 @@ from agent.dra.slices import (
     rewrites,
     writes,
 )
-from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.tasks import Backoff, follow
 from agent.model.claim_device import DRIVER, pool_of
 from agent.model.resource_claim import GROUP, ClaimList
 

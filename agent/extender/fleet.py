@@ -16,9 +16,8 @@ from agent.extender.free_capacity import FreeCapacity, PodClaim, Summary, free_c
 from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import WHOLE_GPUS, PodDemand
 from agent.model.demand import CORES
-from agent.model.fragmentation import Mix
 from agent.model.node_inventory import NodeInventory
-from agent.model.placement import PlacementPolicy, usual_mix
+from agent.model.placement import Mix, PlacementPolicy, usual_mix
 
 UNKNOWN_NODE = "node not known to the extender"
 

@@ -23,7 +23,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.protocol import H2Protocol
 from grpclib.server import Server, Stream
 
-from agent.kit.supervise import describe
+from agent.kit.tasks import describe
 from agent.kubelet.corked import CorkedProtocol
 from agent.kubelet.wire import Codec
 

@@ -13,7 +13,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
-from agent.kit.backoff import Backoff
+from agent.kit.tasks import Backoff
 from agent.kubelet import wire
 from agent.kubelet.corked import CorkedProtocol
 from agent.model.claim_device import DRIVER, share_of

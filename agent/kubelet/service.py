@@ -16,11 +16,11 @@ from grpclib.server import Stream
 
 from agent._proto import pluginregistration, v1beta1
 from agent.kit.cell import Cell
-from agent.kit.supervise import describe
+from agent.kit.tasks import describe
 from agent.kubelet import wire
 from agent.kubelet.grpc_server import Handlers, received, send
-from agent.kubelet.plugin_types import Reason, Refused, ResourcePlugin
-from agent.model.ids import SEPARATOR
+from agent.kubelet.wire import Reason, Refused, ResourcePlugin
+from agent.model.modes import SEPARATOR
 
 log = structlog.get_logger()
 

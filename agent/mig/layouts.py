@@ -15,8 +15,7 @@ import anyio
 import structlog
 
 from agent.inventory.snapshot import GpuState
-from agent.kit.backoff import Backoff
-from agent.kit.follow import repeat
+from agent.kit.tasks import Backoff, repeat
 from agent.mig.made import MadeBook
 from agent.mig.placing import Making, Misfit, Standing, Steps, plan_layout, sentences
 from agent.mig.plugin import MigPlugin

@@ -12,9 +12,9 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from agent.inventory.verdict_file import BOOT_ID
-from agent.kit import atomic_file
-from agent.kit.small_file import read_text
+from agent.inventory.verdicts import BOOT_ID
+from agent.kit import files
+from agent.kit.files import read_text
 from agent.nvml.port import GpuInstance, Partition
 
 log = structlog.get_logger()
@@ -124,6 +124,6 @@ class MadeBook:
         content = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 
         if content != self._written:
-            write = partial(atomic_file.write, self._folder, NAME, content, lasting=True)
+            write = partial(files.write, self._folder, NAME, content, lasting=True)
             await anyio.to_thread.run_sync(write)
             self._written = content

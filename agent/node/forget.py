@@ -5,8 +5,7 @@ from collections.abc import Collection, Mapping
 from agent.cluster.api import KubeApi
 from agent.cluster.node import NodeObject, read_node
 from agent.modes.cordons import ANNOTATION as CORDON
-from agent.node.conditions import CONDITION
-from agent.node.labels import GFD_MARK, of_instances
+from agent.node.conditions import CONDITION, GFD_MARK, of_instances
 from agent.node.scale_down import wanted
 from agent.node.taint import EFFECT, TAINT
 

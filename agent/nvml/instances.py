@@ -3,8 +3,8 @@
 import re
 
 from agent.model.gpu import Instance
-from agent.nvml.calls import Opaque, call, offered
 from agent.nvml.nvml_errors import NvmlCode, NvmlError
+from agent.nvml.worker_thread import Opaque, call, offered
 
 # "NVIDIA H200 MIG 1c.3g.71gb": what stands behind MIG is the profile's name.
 _PROFILE = re.compile(r" MIG (?P<profile>(?:\d+c\.)?\d+g\.\d+gb(?:[+-][a-z][a-z.+-]*)?)$")

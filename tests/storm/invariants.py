@@ -6,10 +6,9 @@ from collections.abc import Callable
 import anyio
 
 from agent.model.demand import VGPU
-from agent.model.ids import parse
-from agent.model.modes import MODE_OF_UNIT, Mode
+from agent.model.modes import MODE_OF_UNIT, Mode, parse
 from agent.model.placement import ASSIGNED, HINT
-from agent.modes.switch_state import Phase
+from agent.modes.planner import Phase
 from agent.simulator.kubelet.api_server import Pod
 from tests.storm.attribution import Limits
 from tests.storm.claim_rules import ClaimRules

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.node.labels import labels_of
+from agent.node.conditions import labels_of
 from tests.component.monitoring import queries
 from tests.component.monitoring.promtool import Document, check, holds, in_1024ths, series
 from tests.unit.modes.nodes import gpu, snapshot_of

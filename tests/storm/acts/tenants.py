@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import anyio
 
-from agent.model.ids import SEPARATOR
-from agent.model.modes import Mode
+from agent.model.modes import SEPARATOR, Mode
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.storm import lingering
 from tests.storm.acts import users

@@ -19,10 +19,9 @@ from agent.dra.slices import (
     writes,
 )
 from agent.model.claim_device import DRIVER, device_name, parse_device, share_of
-from agent.model.gpu import Driver, Gpu
-from agent.model.metadata import Metadata
+from agent.model.gpu import Driver, Gpu, Topology
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
-from agent.model.topology import Topology
+from agent.model.pod import Metadata
 
 NODE = "worker-1"
 BOTH = (WHOLE_GPUS, SHARES)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.holdings.checkpoint import FILE_NAME, Checkpoint, CheckpointUnreadable
+from agent.holdings.record import FILE_NAME, Checkpoint, CheckpointUnreadable
 
 
 def entry(uid: str, container: str, ids: dict[str, list[str]] | None) -> dict[str, object]:

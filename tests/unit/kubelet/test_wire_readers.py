@@ -7,11 +7,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent._proto import v1, v1beta1
-from agent.kubelet.plugin_types import Allocation, DeviceNode, PreferenceRequest
 from agent.kubelet.podresources import AllocatableReader, Reader
 from agent.kubelet.wire import (
+    Allocation,
     AllocationRequests,
+    DeviceNode,
     MalformedMessage,
+    PreferenceRequest,
     PreferenceRequests,
     allocations,
     preferences,

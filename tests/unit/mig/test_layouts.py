@@ -12,14 +12,14 @@ import pytest
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Refused
+from agent.kubelet.wire import Refused
 from agent.mig import layouts
 from agent.mig.made import NAME, MadeBook
 from agent.mig.plugin import resource_of
 from agent.mig.wing import MigWing
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.node_layout import Entry
+from agent.model.node_inventory import Entry
 from agent.modes.desired import Desired
 from agent.modes.wing import NotYet, SetUpFailed
 from agent.nvml.nvml_errors import NvmlCode
@@ -84,11 +84,8 @@ class Rig:
         self.node.holdings.cell.publish(self.record)
 
     def placed(self) -> dict[int, str]:
-        return {
-            each.start: each.profile.decode()
-            for each in self.machine.gpu(0).instances
-            if each.used or each.bare
-        }
+        instances = self.machine.gpu(0).instances
+        return {each.start: each.profile.decode() for each in instances if each.used or each.bare}
 
     def uuid_at(self, start: int) -> str:
         there = (each for each in self.machine.gpu(0).instances if each.used and each.start == start)
@@ -459,15 +456,13 @@ async def test_mig_mode_is_turned_on_where_no_reset_is_needed(tmp_path: Path) ->
         await wing.prepare(state.gpu)
         assert rig.machine.gpu(1).mig_mode
         await wing.prepare(state.gpu)  # again is nothing
-        # It is given back as it was found; what others made of it keeps it.
-        made = rig.machine.make_instance(1, "3g.71gb")
+        made = rig.machine.make_instance(1, "3g.71gb")  # by others: it keeps the GPU in MIG mode
         await wing.give_back(state.gpu)
         assert rig.machine.gpu(1).mig_mode
         rig.machine.destroy_instance(1, made)
         await wing.give_back(state.gpu)
         assert not rig.machine.gpu(1).mig_mode
-        # One that others turned on stays so.
-        await wing.give_back(rig.snapshot.value.gpus[0].gpu)
+        await wing.give_back(rig.snapshot.value.gpus[0].gpu)  # one that others turned on stays so
         assert rig.machine.gpu(0).mig_mode
 
 

@@ -9,14 +9,14 @@ import anyio
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import ResourcePlugin
+from agent.kubelet.wire import ResourcePlugin
 from agent.model.gpu import Driver, Gpu
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, Mode
-from agent.model.node_layout import Entry, everywhere
+from agent.model.node_inventory import Entry, everywhere
 from agent.modes.desired import Desired
+from agent.modes.planner import SwitchState
 from agent.modes.resources import ResourceSet
-from agent.modes.switch_state import SwitchState
 from agent.modes.switcher import ModeSwitcher
 from agent.modes.wing import Node as AgentNode
 from agent.modes.wing import SetUpFailed, Wing

@@ -7,11 +7,11 @@ import pytest
 
 from agent.model.modes import OFF, SHARES, UNCLAIMED, WHOLE_GPUS, GpuMode, Mode, Offering
 from agent.modes import transition
-from agent.modes.claims import ClaimRequests
-from agent.modes.comparing import must_drain, summary
 from agent.modes.cordons import Cordon, cordoned
+from agent.modes.desired import ClaimRequests
+from agent.modes.planner import must_drain, summary
 from agent.modes.transition import ModeStage, ModeState, wanted
-from agent.modes.withheld import without
+from agent.modes.withholding import without
 
 GPU = "GPU-1"
 FREE = GpuMode(UNCLAIMED, dra=True)

@@ -4,10 +4,10 @@ import pytest
 
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
-from agent.model.node_layout import everywhere
+from agent.model.node_inventory import everywhere
 from agent.modes.cordons import Cordon
 from agent.modes.desired import Desired
-from agent.modes.switch_state import Phase
+from agent.modes.planner import Phase
 from tests.unit.modes.nodes import Kubelet, gpu, switching
 from tests.unit.modes.test_switcher import settle
 

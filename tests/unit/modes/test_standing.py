@@ -8,10 +8,9 @@ import anyio.lowlevel
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
-from agent.model.node_layout import Entry, everywhere
-from agent.modes.desired import Desired, ModeCatalog
-from agent.modes.last_request import LastRequest
-from agent.modes.switch_state import Phase
+from agent.model.node_inventory import Entry, everywhere
+from agent.modes.desired import Desired, LastRequest, ModeCatalog
+from agent.modes.planner import Phase
 from tests.unit.modes.nodes import Daemon, Kubelet, gpu, switching
 from tests.unit.modes.test_switcher import never_in_two_modes, settle
 

@@ -9,10 +9,9 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu, Instance
 from agent.model.modes import Assignment
-from agent.modes.switch_state import Phase, SwitchState
-from agent.node.conditions import MODE_LABEL, NodeStateWriter
+from agent.modes.planner import Phase, SwitchState
+from agent.node.conditions import GFD_MARK, MODE_LABEL, NodeStateWriter, labels_of
 from agent.node.forget import is_ours
-from agent.node.labels import GFD_MARK, labels_of
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.unit.node.test_telling import OwnNode
 from tests.virtual_time import in_virtual_time

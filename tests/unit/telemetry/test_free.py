@@ -7,14 +7,12 @@ import pytest
 from agent.kit.cell import Cell
 from agent.model.claim_device import ClaimedShare
 from agent.model.gpu import Instance
-from agent.model.growth import Growth
-from agent.model.holding import Holding, Record
+from agent.model.holding import Growth, Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.nvml.port import Sample
-from agent.telemetry.attribution import Attribution, attribute
 from agent.telemetry.container_use import Uses
-from agent.telemetry.free import free_collector, free_series
-from agent.telemetry.shares import shares_of
+from agent.telemetry.containers import Attribution, attribute, shares_of
+from agent.telemetry.health_metrics import free_collector, free_series
 from tests.unit.modes.nodes import gpu, snapshot_of
 
 SNAPSHOT = snapshot_of(*map(gpu, range(4)))

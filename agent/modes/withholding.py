@@ -1,23 +1,63 @@
-"""Processes that outlive their pod's end on a GPU: it is withheld until they have gone.
-
-After a deletion by force a pod holds nothing by any record, and a process of it that hangs in the driver has
-its memory on the GPU still. Whose it was, its cgroup says. Of processes of others nothing follows here.
-
-Who ended while no agent ran is found once at the start: a process on a GPU, of a pod that neither the API
-server nor the kubelet knows.
-"""
+"""Work on a GPU that a change of modes asks for, and processes that keep a GPU from being offered."""
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
 import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
 
+from agent.holdings.holdings import strangers_by_gpu
 from agent.kit.cell import Cell
 from agent.model.cgroup import ContainerRef
-from agent.modes.withheld import Withheld
+from agent.model.gpu import Gpu
+from agent.model.holding import Record
+from agent.model.modes import GpuMode, Mode, Offering
+from agent.modes import transition
+from agent.modes.planner import Wings
+from agent.modes.transition import WORKING, ModeStage, ModeState
+from agent.modes.wing import SetUpFailed, Wing
+
+# GPUs that are offered in no mode because somebody is on them whom the record does not explain: pure.
+
+Withheld = Mapping[str, str]  # why, by UUID
+
+
+def held_by_strangers(pods: Record, gpus: Mapping[str, Gpu]) -> Withheld:
+    """GPUs of which a pod holds something by a device ID that this agent cannot read."""
+    found = strangers_by_gpu(pods, {gpu.index: uuid for uuid, gpu in gpus.items()})
+    return {
+        uuid: f"{holding.namespace}/{holding.pod} holds it as {text} of {holding.resource}, which is no "
+        "device ID of this agent: another device plugin handed it out; it is offered when that pod has ended"
+        for uuid, (holding, text) in found.items()
+    }
+
+
+def without(targets: Mapping[str, GpuMode], withheld: Withheld) -> Mapping[str, GpuMode]:
+    """The targets, with withheld GPUs off."""
+    return {
+        uuid: closed(target, withheld[uuid]) if uuid in withheld and target.mode is not Mode.OFF else target
+        for uuid, target in targets.items()
+    }
+
+
+def closed(target: GpuMode, reason: str) -> GpuMode:
+    """A target that takes nobody any more. A device of DRA stays one: its taint keeps claims away."""
+    if target.dra:
+        return replace(target, offering=Offering.CLOSED, reason=reason)
+    return GpuMode(reason=reason, refused=True)
+
+
+# Processes that outlive their pod's end on a GPU: it is withheld until they have gone.
+#
+# After a deletion by force a pod holds nothing by any record, and a process of it that hangs in the driver
+# has its memory on the GPU still. Whose it was, its cgroup says. Of processes of others nothing follows here.
+#
+# Who ended while no agent ran is found once at the start: a process on a GPU, of a pod that neither the API
+# server nor the kubelet knows.
 
 LOOK_SECONDS = 2.0  # between looks at processes that have stayed
 IDLE_SECONDS = 30.0  # a namesake that holds the same changes the record, and nothing is published
@@ -176,3 +216,95 @@ class Lingering:
     def _forget(self, gpu: str) -> None:
         del self._left[gpu]
         self._failures.pop(gpu, None)
+
+
+# Does what the state of each GPU asks for: tears down, sets up, each GPU in a task of its own.
+
+log = structlog.get_logger()
+
+# What came of a GPU's work, as a change of its state.
+Outcome = Callable[[ModeState], ModeState]
+
+
+@dataclass
+class _Job:
+    stage: ModeStage
+    running: Mode
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+    def fits(self, state: ModeState) -> bool:
+        """Whether the state still asks for it."""
+        return (self.stage, self.running) == (state.stage, state.running)
+
+
+class GpuWork:
+    """All work of the node; GPUs do not wait for each other, and a set-up that nobody wants any more ends."""
+
+    def __init__(
+        self,
+        wings: Wings,
+        state_of: Callable[[str], ModeState],
+        came: Callable[[str, Outcome], None],
+    ) -> None:
+        self._wings = wings
+        self._state_of = state_of
+        self._came = came
+        self._jobs: dict[str, _Job | None] = {}  # GPUs with a task
+
+    def forget(self) -> None:
+        """The task group of all tasks has ended."""
+        self._jobs.clear()
+
+    def without_work(self, state: ModeState) -> ModeState:
+        """The state once all work is done that is none, for modes that need nothing but their lists."""
+        while state.stage in WORKING and not self._preparing(state.running):
+            done = transition.torn_down if state.stage is ModeStage.TEARING_DOWN else transition.set_up
+            state = done(state)
+        return state
+
+    def begin(self, gpu: Gpu, group: TaskGroup) -> None:
+        """Have a GPU's work done as its state asks for by now; ends what it asks for no more."""
+        state = self._state_of(gpu.uuid)
+        if gpu.uuid in self._jobs:
+            job = self._jobs[gpu.uuid]
+            # What is being torn down cannot be left half torn down.
+            if job and job.stage is not ModeStage.TEARING_DOWN and not job.fits(state):
+                job.scope.cancel()
+        elif state.stage in WORKING:
+            self._jobs[gpu.uuid] = None
+            group.start_soon(self._work, gpu)
+
+    def _preparing(self, mode: Mode) -> Wing | None:
+        wing = self._wings.get(mode)
+        return wing if wing and wing.prepares else None
+
+    async def _work(self, gpu: Gpu) -> None:
+        uuid = gpu.uuid
+        try:
+            while (state := self._state_of(uuid)).stage in WORKING:
+                job = self._jobs[uuid] = _Job(state.stage, state.running)
+                outcome: Outcome | None = None
+                with job.scope:
+                    outcome = await self._done(gpu, job)
+                # Its state may have changed meanwhile: then it is looked at again.
+                if outcome and job.fits(self._state_of(uuid)):
+                    self._came(uuid, outcome)
+        finally:
+            self._jobs.pop(uuid, None)
+
+    async def _done(self, gpu: Gpu, job: _Job) -> Outcome:
+        wing = self._preparing(job.running)
+        if job.stage is ModeStage.TEARING_DOWN:
+            if wing:
+                await wing.give_back(gpu)
+            return transition.torn_down
+        try:
+            if wing:
+                await wing.prepare(gpu)
+        except SetUpFailed as error:
+            problem = str(error)
+            mode = job.running.value
+            known = self._state_of(gpu.uuid).failure == problem  # it has been tried again
+            (log.info if known else log.error)("mode_set_up_failed", gpu=gpu.uuid, mode=mode, problem=problem)
+            return lambda state: transition.failed(state, problem)
+        return transition.set_up
