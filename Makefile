@@ -67,7 +67,7 @@ test-cluster: venv ## the scenarios on a real kubelet and containerd (says what 
 	$(PYTHON_IN_VENV) -m tests.cluster.build
 	$(PYTHON_IN_VENV) -m pytest -n $(CLUSTER_WORKERS) tests/cluster --junitxml=build/cluster.xml
 
-test-peers: venv ## Kueue and Karpenter beside the extender (says what it builds first, and for how long)
+test-peers: venv ## Kueue, Karpenter and NVIDIA's DRA driver beside ours, claims on Kubernetes 1.36 (says what it builds first, and for how long)
 	@mkdir -p build
 	$(PYTHON_IN_VENV) -m tests.cluster.build peers
 	$(PYTHON_IN_VENV) -m pytest tests/peers --junitxml=build/peers.xml

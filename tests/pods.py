@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.model.metadata import Metadata
 from agent.model.pod import (
     Container,
     ContainerSpec,
     ContainerStatus,
+    Metadata,
     Pod,
     PodSpec,
     PodStatus,

@@ -7,10 +7,9 @@ from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment
-from agent.modes.desired import catalog_of
-from agent.modes.sources import DesiredSource
+from agent.modes.desired import DesiredSource, catalog_of
 from agent.modes.wing import Node
-from agent.pairing.pod_access import PodSource, Recorder
+from agent.pairing.resolver import PodSource, Recorder
 from agent.settings import Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.app.build_node import NodeParts
+from agent.app.build_switching import NodeParts
 from agent.app.parts import Core
 from agent.cluster.reach import ClusterAccess
 from agent.kit.cell import Cell
-from agent.model.growth import Growth, Place
+from agent.model.holding import Growth, Place
 from agent.model.modes import Mode
-from agent.modes.sources import DesiredSource
+from agent.modes.desired import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.modes.unexplained import Unexplained
 from agent.modes.wing import Wing

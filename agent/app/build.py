@@ -1,5 +1,28 @@
 """Builds the rooms of the node agent, in the order in which each needs the ones before it."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+import structlog
+
+from agent.app.parts import Core, Tasks
+from agent.cluster.reach import ClusterAccess
+from agent.holdings.holdings import HoldingsWatch
+from agent.injection import companions, toolkit
+from agent.injection import hook as programs
+from agent.injection.inject import Injector, NodeSoftware
+from agent.injection.keeper import SpecificationKeeper
+from agent.pairing.resolver import PodSource, Recorder
+from agent.settings import Settings
+from agent.telemetry import definitions as d
+from agent.telemetry.series import Series
+
+if TYPE_CHECKING:
+    from agent.cluster.node import NodeObject
+
+
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
@@ -7,34 +30,159 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
-import structlog
 
-from agent.app import build_cdi
 from agent.app.agent import Agent
-from agent.app.build_cluster import follow_cluster, follow_node_software
-from agent.app.build_status import start_commands
 from agent.app.build_switching import build_request, build_switching, start_switching
 from agent.app.build_telemetry import build_telemetry, serve_metrics
-from agent.app.parts import Core, Tasks
 from agent.app.wings import WINGS
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
 from agent.kit.cell import Cell
-from agent.model.growth import Growth, Place
-from agent.model.holding import Record
+from agent.model.holding import Growth, Place, Record
 from agent.model.modes import Assignment, Mode
-from agent.modes.mode_metrics import modes_collector
+from agent.modes.cordons import CordonBook
+from agent.modes.switcher import modes_collector
+from agent.modes.unexplained import Unexplained
 from agent.modes.wing import Node, Wing
-from agent.node import writers as node_writers
-from agent.settings import Settings
-from agent.telemetry.free import free_collector
-from agent.telemetry.health_metrics import health_collector
-from agent.telemetry.reading import Collector, Sources
+from agent.node import conditions as node_writers
+from agent.status import top
+from agent.status.commands import Commands
+from agent.status.last_holders import LastHolders
+from agent.status.report import StatusSources
+from agent.telemetry.health_metrics import free_collector, health_collector
+from agent.telemetry.series import Collector, Sources
+from agent.web.control import NAME as CONTROL_SOCKET
+from agent.web.control import ControlServer
 
 if TYPE_CHECKING:
     from agent.dra.door import DraDoor
 
+
+# Builds what keeps our own CDI specification of the GPUs, where NVIDIA's programs are at hand.
+
 log = structlog.get_logger()
+
+FIRST_SECONDS = 5.0
+
+
+async def build_cdi(core: Core) -> tuple[Injector, SpecificationKeeper | None]:
+    """The injector, and what keeps the specification; None: nothing can, or it is not wanted."""
+    settings = core.settings
+    configured = settings.injection
+    folder = Path(configured.toolkit) if configured.toolkit else None
+    if configured.strategy == "envvar" or folder is None or settings.simulator.profile:
+        return Injector(settings), None
+    if not await anyio.to_thread.run_sync(programs.present, folder):
+        log.info("no_cdi_generator", folder=str(folder), reason="nvidia-ctk or nvidia-cdi-hook is missing")
+        return Injector(settings), None
+    root = configured.driver_root or settings.driver.root
+    places = toolkit.Places(
+        folder,
+        Path(root),
+        Path(configured.host_driver_root or root),
+        Path(settings.host.state) / programs.FOLDER,
+        companions.wanted(configured),
+    )
+    keeper = SpecificationKeeper(
+        Path(settings.host.cdi),
+        toolkit.Toolkit(places),
+        core.inventory.snapshot,
+        core.holdings.cell,
+    )
+    await keeper.take_up()
+    return Injector(settings, keeper.devices), keeper
+
+
+async def keep_true(keeper: SpecificationKeeper, injector: Injector, tasks: Tasks) -> None:
+    """Make the specification before the first list is sent, if it does not take too long, and keep it."""
+    with anyio.move_on_after(FIRST_SECONDS):
+        await keeper.keep()
+    await injector.update(injector.software)
+
+    async def look_again() -> None:
+        async for _ in keeper.devices.values():
+            await injector.update(injector.software)
+
+    tasks.start("gpu specification", keeper.run)
+    tasks.start("gpu specification users", look_again)
+
+
+def metrics(keeper: SpecificationKeeper) -> Iterator[Series]:
+    yield d.CDI_DEVICES, len(keeper.devices.value.names), ()
+    yield d.CDI_GENERATIONS, keeper.generations, ("ok",)
+    yield d.CDI_GENERATIONS, keeper.failures, ("failed",)
+
+
+# Starts the tasks of the Kubernetes API, where there is a way to it.
+
+
+def follow_cluster(
+    cluster: ClusterAccess | None, settings: Settings, holdings: HoldingsWatch, tasks: Tasks
+) -> tuple[PodSource, Recorder]:
+    """Watch the node and its pods, send events; the record of who holds what learns of the pods.
+
+    Answers the pods, and reports to their owners; without an API server nothing is behind them.
+    """
+    if cluster is None:
+        return PodSource(), Recorder()
+    from agent.node import refused_pods  # noqa: PLC0415  loads the client
+    from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder  # noqa: PLC0415  as above
+
+    pods = ClusterPods(cluster.pods)
+    pods.inform(holdings)
+    recorder = ClusterRecorder(cluster.api, cluster.events, settings.vgpu.write_choice)
+    tasks.start("node watch", cluster.node.reflector.run)
+    tasks.start("pod watch", cluster.pods.reflector.run)
+    tasks.start("events", cluster.events.run)
+    tasks.start("refused pods", refused_pods.follow, cluster.pods.reflector.items, cluster.events)
+    tasks.start("choices", recorder.run)
+    return pods, recorder
+
+
+async def follow_node_software(node: "NodeObject", injector: Injector) -> None:
+    """Pass the versions of kubelet and runtime to the injector whenever the Node object shows new ones."""
+    async for _ in node.reflector.items.values():
+        if node.value:
+            info = node.value.status.node_info
+            software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
+            if software != injector.software:
+                await injector.update(software)
+
+
+# Builds the socket of `gpu-node-agent status`, `top`, `cordon`, `clear-health` and `release`.
+
+
+def start_commands(
+    core: Core,
+    tasks: Tasks,
+    monitor: GpuMonitor,
+    injector: Injector,
+    wings: Mapping[Mode, Wing],
+    cordons: CordonBook,
+    unexplained: Unexplained,
+    sources: Sources,
+) -> None:
+    last = LastHolders(core.holdings.cell)
+    tasks.start("last holders", last.run)
+    control = ControlServer(Path(core.settings.host.run) / CONTROL_SOCKET)
+    readiness = core.readiness
+    status = StatusSources(
+        core.inventory,
+        monitor,
+        core.holdings,
+        readiness.switch,
+        injector,
+        readiness.blockers,
+        # Probes have no part of the second: it names pods by their UIDs.
+        lambda: [*readiness.remarks(), *unexplained.sentences()],
+        cordons,
+        wings,
+        last,
+    )
+    Commands(status).add_to(control)
+    top.add_to(control, sources, readiness.switch, wings)
+    tasks.start("control socket", control.serve)
+
 
 # The first list should be the true one: an empty list first would make the kubelet's figures dip.
 FIRST_LOOK_SECONDS = 2.0
@@ -61,7 +209,7 @@ async def build(
     tasks.start("sampler", sampler.run)
     tasks.start("attribution", containers.run)
     pods, recorder = follow_cluster(cluster, settings, core.holdings, tasks)
-    injector, keeper = await build_cdi.build_cdi(core)
+    injector, keeper = await build_cdi(core)
     await injector.update(None)
     if injector.companions:
         tasks.start("companion devices", injector.watch_companions)
@@ -71,7 +219,7 @@ async def build(
         await core.holdings.refresh()
         await snapshot.wait_for(lambda now: now.problem != NOT_YET)
     if keeper:
-        await build_cdi.keep_true(keeper, injector, tasks)
+        await keep_true(keeper, injector, tasks)
     tasks.start("holdings", core.holdings.run)
     request = await build_request(settings)
     node = Node(
@@ -104,7 +252,7 @@ async def build(
     written = switching.node.writers if switching.node else {}
     collectors: list[Collector] = [
         partial(health_collector, core.inventory, monitor.events),
-        *([partial(build_cdi.metrics, keeper)] if keeper else []),
+        *([partial(metrics, keeper)] if keeper else []),
         *(each.metrics for each in wings.values()),
         *([door.metrics] if door else []),
         partial(modes_collector, switching.switcher, switching.unexplained),

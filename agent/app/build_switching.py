@@ -1,38 +1,196 @@
-"""Builds the switching of modes: the request, the resources, the switcher, and the writers of its outcome."""
+"""Builds the switching of modes: the request, the switcher, and the writers of its outcome."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 
-from agent.app.build_node import NodeParts, build_node, start_node
 from agent.app.parts import Core, Tasks
 from agent.cluster.own_node import OwnNode
 from agent.cluster.reach import ClusterAccess
-from agent.holdings.owners import Owners, pods_of_processes, pods_of_strangers
-from agent.inventory.gpu_monitor import GpuMonitor
+from agent.holdings.holdings import HoldingsWatch
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.plugin_types import ResourcePlugin
-from agent.model.growth import Growth, Place
-from agent.model.modes import Assignment, Mode
-from agent.modes.claims import ClaimRequests
-from agent.modes.cordon_book import CordonBook
-from agent.modes.desired import Desired, catalog_of
-from agent.modes.last_request import LastRequest
-from agent.modes.lingering import Departed, Lingering
+from agent.kubelet.podresources import PodResourcesUnavailable
+from agent.model.holding import Growth, Place
+from agent.model.modes import Assignment
 from agent.modes.resources import ResourceSet
-from agent.modes.sources import DesiredSource
+from agent.node import scale_down
+from agent.node.annotations import ahead, follow_holders, follow_inventory
+from agent.node.capacity import Capacity, KubeletMute, Offer
+from agent.node.conditions import SIMULATED_LABEL, NodeStateWriter, Writers, labels_of
+from agent.node.driver_upgrade import Inherited
+from agent.node.taint import SchedulingTaint
+from agent.node.withdrawal import Withdrawals
+
+if TYPE_CHECKING:
+    from agent.cluster.pods import PodCache
+
+
+from collections.abc import Collection
+from pathlib import Path
+
+from agent.holdings.record import Owners, pods_of_processes, pods_of_strangers
+from agent.inventory.gpu_monitor import GpuMonitor
+from agent.kubelet.wire import ResourcePlugin
+from agent.model.modes import Mode
+from agent.modes.cordons import CordonBook
+from agent.modes.desired import ClaimRequests, Desired, DesiredSource, LastRequest, catalog_of
 from agent.modes.switcher import ModeSwitcher
 from agent.modes.unexplained import Unexplained
 from agent.modes.wing import Wing
-from agent.node import inventory_annotation
+from agent.modes.withholding import Departed, Lingering
 from agent.node.driver_upgrade import DriverUpgrade
 from agent.nvml.processes import ProcessSweep
 from agent.settings import Settings
 from agent.telemetry.sampler import Sampler
+
+# Builds the writers of the own Node object: capacity and taint ahead of the kubelet, and the report.
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    taint: SchedulingTaint
+    capacity: Capacity
+    withdrawals: Withdrawals
+    inherited: Inherited
+    report: NodeStateWriter
+    annotations: Cell[Mapping[str, str]]  # further ones that the report writes
+    pods: "PodCache"
+
+    @property
+    def writers(self) -> Writers:
+        return {"status": self.capacity, "taint": self.taint, "report": self.report}
+
+
+def build_node(
+    core: Core, cluster: ClusterAccess, node: OwnNode, resources: ResourceSet, assignment: Cell[Assignment]
+) -> NodeParts:
+    """Make the parts; `start_node` starts their tasks."""
+    offer = Offer(
+        assignment,
+        resources.figures,
+        resources.delivered,
+        _taken_in(core.holdings),
+        resources.register_again,
+    )
+    taint = SchedulingTaint(node)
+    capacity = Capacity(node, offer, taint)
+    unserved = _unserved(cluster.pods, core.readiness.endpoints, core.holdings)
+    annotations: Cell[Mapping[str, str]] = Cell({})
+    return NodeParts(
+        taint,
+        capacity,
+        Withdrawals(node, offer, capacity, taint, unserved),
+        Inherited(node, offer, capacity, taint, resources.names),
+        _report(core, node, assignment, annotations),
+        annotations,
+        cluster.pods,
+    )
+
+
+def _report(
+    core: Core, node: OwnNode, assignment: Cell[Assignment], annotations: Cell[Mapping[str, str]]
+) -> NodeStateWriter:
+    settings, inventory, record = core.settings, core.inventory.snapshot, core.holdings.cell
+    fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
+
+    strategy = settings.mig.strategy if settings.modes.mig else None
+
+    def labels(present: Mapping[str, str]) -> Mapping[str, str | None]:
+        if not settings.node_labels:
+            return fixed
+        return {**labels_of(inventory.value, assignment.value, present, strategy), **fixed}
+
+    def changes(present: Mapping[str, str]) -> Mapping[str, str | None]:
+        guarded = settings.cluster.scale_down_guard
+        return scale_down.wanted(present, scale_down.holds_unseen(record.value) if guarded else False)
+
+    return NodeStateWriter(
+        node,
+        core.readiness.switch,
+        labels=labels,
+        annotations=annotations,
+        changes=changes,
+        wake_on=(inventory, assignment, record),
+    )
+
+
+def start_node(
+    parts: NodeParts,
+    core: Core,
+    tasks: Tasks,
+    resources: ResourceSet,
+    assignment: Cell[Assignment],
+    grown: Cell[Mapping[Place, Growth]],
+) -> None:
+    """Keep the Node object true, for ever."""
+    tasks.start("node capacity", _keep_amounts, parts, resources)
+    tasks.start("node report", parts.report.run)
+    tasks.start(
+        "inventory note",
+        follow_inventory,
+        core.inventory.snapshot,
+        assignment,
+        core.settings.mps.most_clients,
+        parts.annotations,
+        grown,
+    )
+    tasks.start(
+        "holders note",
+        follow_holders,
+        core.inventory.snapshot,
+        assignment,
+        core.holdings.cell,
+        parts.pods.reflector.items,
+        partial(_uids, parts.pods),
+        parts.annotations,
+    )
+
+
+def _uids(pods: "PodCache") -> Mapping[tuple[str, str], str]:
+    return {(pod.metadata.namespace, pod.metadata.name): uid for uid, pod in pods.pods().items()}
+
+
+async def _keep_amounts(parts: NodeParts, resources: ResourceSet) -> None:
+    async with anyio.create_task_group() as group:
+        # In this order: a taint that stands already is left alone until the figures are right.
+        group.start_soon(parts.inherited.run)
+        group.start_soon(parts.taint.run)
+        group.start_soon(parts.capacity.run)
+        group.start_soon(resources.follow_lists, parts.capacity.wake)
+
+
+def _taken_in(holdings: HoldingsWatch) -> Callable[[], Awaitable[Mapping[str, int] | None]]:
+    """How many healthy devices the kubelet knows of each resource."""
+
+    async def taken_in() -> Mapping[str, int] | None:
+        try:
+            return await holdings.client.allocatable()
+        except PodResourcesUnavailable as error:
+            if error.unsupported:
+                return None
+            raise KubeletMute from error  # the holdings watch says why
+
+    return taken_in
+
+
+def _unserved(
+    pods: "PodCache", endpoints: list[Endpoint], holdings: HoldingsWatch
+) -> Callable[[], Awaitable[frozenset[str]]]:
+    from agent.node.unadmitted_pods import unadmitted  # noqa: PLC0415  loads the API client's room
+
+    return partial(
+        unadmitted,
+        lambda: None if pods.reflector.problem else pods.pods(),
+        lambda: {endpoint.plugin.resource for endpoint in endpoints},
+        holdings.refresh,
+    )
+
+
+# Builds the switching of modes: the request, the resources, the switcher, and the writers of its outcome.
 
 # How long an API server that does not answer is waited for before the last known request is taken up.
 FIRST_REQUEST_SECONDS = 3.0
@@ -93,7 +251,7 @@ async def build_switching(
         endpoint_of,
         core.supervisor,
         tasks.group,
-        before_first=inventory_annotation.ahead(own, snapshot, assignment, most, grown) if own else None,
+        before_first=ahead(own, snapshot, assignment, most, grown) if own else None,
     )
     core.holdings.rewrite = resources.send_again
     node = build_node(core, cluster, own, resources, assignment) if cluster and own else None
@@ -118,6 +276,7 @@ async def build_switching(
         wings=wings,
         when_busy=settings.when_busy,
         standing=request.source.catalog.remembered(request.remembered),
+        draining=request.memory.draining,
         cordons=in_force,
         lingering=lingering,
         unexplained=unexplained,
@@ -149,7 +308,7 @@ async def start_switching(
         tasks.start("driver upgrades", parts.upgrade.run)
     tasks.start("mode switcher", parts.switcher.run)
     tasks.start("cordons", parts.cordons.run)
-    tasks.start("mode memory", request.memory.follow, parts.switcher.accepted)
+    tasks.start("mode memory", request.memory.follow, parts.switcher.accepted, parts.switcher.assignment)
     if parts.node:
         start_node(parts.node, core, tasks, parts.resources, parts.switcher.assignment, grown)
 

@@ -11,16 +11,16 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from agent.app.parts import Core, Tasks
-from agent.holdings.owners import Owners
+from agent.holdings.record import Owners
 from agent.kit.cell import Cell
-from agent.kit.supervise import FatalError
-from agent.model.growth import Growth, Place
+from agent.kit.tasks import FatalError
+from agent.model.holding import Growth, Place
 from agent.model.modes import Assignment
 from agent.model.pod import Pod
 from agent.telemetry.container_use import ContainerWatch
-from agent.telemetry.page import MetricsPage
-from agent.telemetry.reading import Sources
+from agent.telemetry.rendering import MetricsPage
 from agent.telemetry.sampler import Sampler
+from agent.telemetry.series import Sources
 from agent.web.certificates import Certificates, Files
 from agent.web.connections import ConnectionLimits
 from agent.web.server import HttpServer

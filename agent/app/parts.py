@@ -8,7 +8,7 @@ from agent.app.readiness import Readiness
 from agent.cluster.reach import ClusterAccess
 from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.actor import Inventory
-from agent.kit.supervise import Supervisor
+from agent.kit.tasks import Supervisor
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings

@@ -6,7 +6,7 @@ from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.endpoint import Endpoint
-from agent.modes.switch_state import STARTING, Phase, SwitchState
+from agent.modes.planner import STARTING, Phase, SwitchState
 
 
 class Readiness:

@@ -19,15 +19,15 @@ from agent.app.readiness import Readiness
 from agent.cluster.reach import ClusterAccess, reach_cluster
 from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.actor import Inventory
-from agent.inventory.health_rules import rules_from
-from agent.kit.lock import Taken, exclusive
-from agent.kit.supervise import FatalError, Supervisor
+from agent.inventory.verdicts import rules_from
+from agent.kit.files import Taken, exclusive
+from agent.kit.tasks import FatalError, Supervisor
 from agent.kubelet.podresources import PodResources
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings
 from agent.status.node_events import node_events
-from agent.telemetry.page import METRICS_PATH
+from agent.telemetry.rendering import METRICS_PATH
 from agent.web.probes import Probes
 from agent.web.server import HttpServer
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.model.compat import dotted
+from agent.model.cuda import dotted
 from agent.model.look import Look
 from agent.modes.wing import Machine
 from agent.nvml.nvml_errors import NvmlError

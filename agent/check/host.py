@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.kit import small_file
-from agent.kit.inside import inside
+from agent.kit.files import inside, read_text
 from agent.settings import Settings
 
 LONGEST_FILE = 1 << 20  # configuration files of runtimes and kubelets
@@ -38,7 +37,7 @@ class HostFiles:
         """Its content; None: it cannot be read."""
         found = self.file(path)
         try:
-            return small_file.read_text(found, LONGEST_FILE) if found else None
+            return read_text(found, LONGEST_FILE) if found else None
         except (OSError, UnicodeDecodeError):
             return None
 

@@ -11,7 +11,7 @@ from agent.check.software import CheckedNode
 from agent.injection.companions import device_root, lacking, wanted
 from agent.injection.inject import cdi_problem, choose, toolkit_devices
 from agent.injection.specification import Devices
-from agent.kit.inside import inside
+from agent.kit.files import inside
 from agent.model.look import Look, Severity
 from agent.settings import Settings
 

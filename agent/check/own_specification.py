@@ -11,7 +11,7 @@ from agent.injection import hook as programs
 from agent.injection.companions import wanted
 from agent.injection.specification import FILE, BadSpecification, CdiError, Devices, parse
 from agent.injection.toolkit import MOST_BYTES, Places, Toolkit
-from agent.kit import small_file
+from agent.kit import files
 from agent.model.look import Look, Severity
 from agent.modes.wing import Machine
 from agent.settings import Settings
@@ -53,7 +53,7 @@ def _standing(settings: Settings, host: HostFiles) -> Own | None:
     file = Path(settings.host.cdi) / FILE
     try:
         file = host.folder(settings.host.cdi) / FILE
-        text = small_file.read_text(file, MOST_BYTES)
+        text = files.read_text(file, MOST_BYTES)
         return Own(True, Devices(parse(text.encode()).names), file)
     except FileNotFoundError:
         return None

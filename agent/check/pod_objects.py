@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from agent.model.metadata import Metadata
+from agent.model.pod import Metadata
 
 
 class ContainerEnd(msgspec.Struct, rename="camel"):

@@ -18,7 +18,7 @@ from agent.check.share_pod import (
 )
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
 from agent.cluster.node import ApiNode, NodeList
-from agent.node.labels import SIMULATED_LABEL
+from agent.node.conditions import SIMULATED_LABEL
 
 Say = Callable[[str], None]
 

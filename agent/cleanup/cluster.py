@@ -17,8 +17,7 @@ from agent.cleanup import request
 from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupState, Exchange
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.model.demand import MPS
-from agent.model.metadata import Metadata
-from agent.model.pod import Pod
+from agent.model.pod import Metadata, Pod
 
 log = structlog.get_logger()
 

@@ -25,7 +25,7 @@ from agent.cluster.api import ApiError, KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.cluster.node import NodeObject
 from agent.cluster.pods import PodCache
-from agent.kit.supervise import Supervisor
+from agent.kit.tasks import Supervisor
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 from agent.web.probes import Probes

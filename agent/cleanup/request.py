@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from agent.model.pod_names import pods_counted
+from agent.model.pod import pods_counted
 
 REQUEST = "gpu-node-agent.io/cleanup"
 REPORT = "gpu-node-agent.io/cleanup-report"

@@ -19,9 +19,8 @@ from agent.cluster.pods import PodCache
 from agent.holdings.holdings import HoldingsWatch
 from agent.injection import specification
 from agent.injection.hook import FOLDER as BIN
-from agent.kit import trees
-from agent.kit.atomic_file import DRAFT
-from agent.kit.lock import Taken, exclusive
+from agent.kit import files
+from agent.kit.files import DRAFT, Taken, exclusive
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
 from agent.modes.wing import NotLeft
 from agent.node.forget import forget
@@ -155,10 +154,10 @@ async def forget_node(api: KubeApi, name: str, keep: Collection[str] = ()) -> No
 
 def _empty(root: Path, kept: AbstractSet[str]) -> None:
     """Remove the content of a folder but `kept`. Pods of before could write below: no link is followed."""
-    with trees.opened(root) as descriptor:
+    with files.opened(root) as descriptor:
         for entry in root.iterdir():
             if entry.name not in kept:
                 try:
-                    trees.remove(descriptor, entry.name)
+                    files.remove(descriptor, entry.name)
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, str(entry)) from error

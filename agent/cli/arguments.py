@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agent import settings
-from agent.kit.supervise import FatalError
+from agent.kit.tasks import FatalError
 from agent.nvml.port import NvmlPort
 
 Commands = Any  # argparse's action for subcommands, whose type has no public name

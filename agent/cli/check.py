@@ -14,7 +14,7 @@ import anyio
 from agent.cli.arguments import add_configuration, add_kubeconfig, kubeconfig, load, nvml_of
 from agent.cli.output import Document, add_output, formatted
 from agent.cli.running import in_cluster
-from agent.model import compat, cuda
+from agent.model import cuda
 from agent.model.modes import OFFERED_MODES
 from agent.nvml.nvml_errors import NvmlError
 
@@ -32,18 +32,18 @@ def add_commands(check: argparse.ArgumentParser) -> None:
     add_output(maps)
     maps.set_defaults(command=_configmaps)
 
-    compat = parts.add_parser("compat", help="whether images of a CUDA version run on a driver")
-    compat.add_argument("--runtime", required=True, type=_version, help="CUDA version of the image (12.4)")
-    compat.add_argument(
+    cuda = parts.add_parser("compat", help="whether images of a CUDA version run on a driver")
+    cuda.add_argument("--runtime", required=True, type=_version, help="CUDA version of the image (12.4)")
+    cuda.add_argument(
         "--driver", type=_driver, help="its number (550.144.03) or CUDA version; default: this node's"
     )
-    compat.add_argument(
+    cuda.add_argument(
         "--mode", choices=[mode.value for mode in OFFERED_MODES], default="pgpu", help="default: %(default)s"
     )
-    compat.add_argument("--compute-capability", type=_version, metavar="X.Y", help="of the GPU (mps)")
-    add_configuration(compat)
-    add_output(compat)
-    compat.set_defaults(command=_compat)
+    cuda.add_argument("--compute-capability", type=_version, metavar="X.Y", help="of the GPU (mps)")
+    add_configuration(cuda)
+    add_output(cuda)
+    cuda.set_defaults(command=_compat)
 
     node = parts.add_parser("node", help="obstacles of this node to offering its GPUs")
     add_configuration(node)
@@ -115,14 +115,14 @@ def _compat(options: argparse.Namespace) -> int:
             return 2
         library.close()
         driver = cuda.DriverFacts(found.cuda_version, int(found.version.partition(".")[0]))
-    hooked = compat.hooked(settings.vgpu.enforcement, settings.vgpu.library)
+    hooked = cuda.hooked(settings.vgpu.enforcement, settings.vgpu.library)
     findings = cuda.findings(options.runtime, driver, options.mode, options.compute_capability, hooked=hooked)
     verdict = cuda.verdict(findings)
     document = {
         "verdict": verdict.name.lower(),
-        "runtime": compat.dotted(options.runtime),
+        "runtime": cuda.dotted(options.runtime),
         "mode": options.mode,
-        "driverCuda": compat.dotted(driver.cuda),
+        "driverCuda": cuda.dotted(driver.cuda),
         "findings": [
             {"level": each.level.name.lower(), "rule": each.rule, "text": each.text} for each in findings
         ],

@@ -15,7 +15,7 @@ from agent.cli import cleanup, completion, extender, fault, status, try_share
 from agent.cli.arguments import add_configuration, configuration_file, load, nvml_of
 from agent.cli.output import add_output, formatted
 from agent.cli.serve import Start, run_command
-from agent.kit.supervise import FatalError
+from agent.kit.tasks import FatalError
 
 CLOSED_PIPE = 141  # 128 and the number of SIGPIPE, as of other programs
 

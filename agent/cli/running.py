@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from agent.kit.descriptors import raise_limit
-from agent.kit.supervise import FatalError, describe
+from agent.kit.tasks import FatalError, describe
 
 if TYPE_CHECKING:
     from agent.cluster.api import KubeApi

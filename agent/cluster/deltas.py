@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from agent.cluster.api import KubeApi
 from agent.cluster.reflector import Reflector
-from agent.model.metadata import Metadata
+from agent.model.pod import Metadata
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)

@@ -12,8 +12,7 @@ import anyio
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
-from agent.kit.backoff import Backoff
-from agent.kit.mailbox import Mailbox
+from agent.kit.tasks import Backoff, Mailbox
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ import msgspec
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.reflector import Reflector
-from agent.model.metadata import Metadata
+from agent.model.pod import Metadata
 
 TAINT_TRIES = 5  # others change the node's taints, too
 CHANGED_MEANWHILE = (409, 422)  # 422: a JSON patch whose `test` failed

@@ -1,15 +1,115 @@
-"""The pods of this node, as the API server shows them."""
+"""The pods of this node, as the API server shows them, their namespaces and their cgroups."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, Literal, TypeVar
 
 import anyio
 import msgspec
+import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi, Query
-from agent.cluster.cgroup_uids import CgroupUids, cgroup_uids
-from agent.cluster.reflector import Reflector
-from agent.model.pod import Pod
+from agent.cluster.reflector import Item, PartialObject, Reflector
+from agent.model.pod import Metadata, Pod
+
+# Settings of namespaces for limits: the label `gpu-node-agent.io/enforcement`.
+
+log = structlog.get_logger()
+
+LABEL = "gpu-node-agent.io/enforcement"
+# The first copy takes some milliseconds where the API server answers. Where it does not, pods that the agent
+# knows are admitted all the same, so this is waited for once in the agent's life and not for each of them.
+FIRST_COPY_SECONDS = 1.0
+
+
+class NamespaceLabels:
+    """The namespaces that carry the label; others are not even listed."""
+
+    label = LABEL
+
+    def __init__(self, api: KubeApi) -> None:
+        self.reflector = Reflector(
+            api, "/api/v1/namespaces", {"labelSelector": LABEL}, PartialObject, "namespaces"
+        )
+        self._seen: Mapping[str, PartialObject] = {}
+        self._labels: Mapping[str, str] = MappingProxyType({})
+        self._until: float | None = None  # on anyio's clock; all who ask wait until then
+
+    async def known(self) -> None:
+        """Return once the labels have been seen, or `FIRST_COPY_SECONDS` after the first call of all."""
+        items = self.reflector.items
+        if items.version:  # what is published first is complete
+            return
+        now = anyio.current_time()
+        first = self._until is None
+        self._until = now + FIRST_COPY_SECONDS if self._until is None else self._until
+        with anyio.move_on_after(max(0.0, self._until - now)):
+            await items.wait_change(0)
+            return
+        if first:
+            log.warning(
+                "namespace_labels_unknown",
+                waited_seconds=FIRST_COPY_SECONDS,
+                action="until they are, the node's vgpu.enforcement holds in every namespace",
+                problem=self.reflector.problem,
+            )
+
+    def of(self, namespace: str) -> str | None:
+        """The label's value, as last seen; None: the namespace has none."""
+        items = self.reflector.items.value
+        if items is not self._seen:
+            self._seen = items
+            self._labels = {each.metadata.name: each.metadata.labels[LABEL] for each in items.values()}
+        return self._labels.get(namespace)
+
+
+# From the UID in a pod's cgroups to the pod: pure.
+#
+# The kubelet names the cgroups of a static pod by a UID of its own, which the API server does not know; the
+# object that mirrors it carries that UID in the annotation `kubernetes.io/config.hash` (the kubelet's
+# pkg/kubelet/pod/mirror_client.go). Any tenant may write that annotation, and `kubernetes.io/config.mirror`
+# beside it: it counts only where the object is owned by this Node, and never for a UID that is another pod's.
+# Owners a tenant may write, too: so each pod stays known by the UID that the API server gave it.
+
+HASH_ANNOTATION = "kubernetes.io/config.hash"
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupUids(Generic[Item]):
+    """`pods` by the UIDs that their cgroups may carry; `contested`: claimed by several pods, so nobody's."""
+
+    pods: Mapping[str, Item]
+    contested: frozenset[str] = frozenset()
+
+
+def cgroup_uids(pods: Mapping[str, Item], node: str, node_uid: str | None) -> CgroupUids[Item]:
+    """Of the pods of a node, by the API server's UID. `node_uid`: of the Node object; None: not known yet."""
+    claims: dict[str, list[str]] = {}
+    for uid, pod in pods.items():
+        claimed = pod.metadata.annotations.get(HASH_ANNOTATION)
+        if claimed and claimed not in pods and _mirrors(pod.metadata, node, node_uid):
+            claims.setdefault(claimed, []).append(uid)
+    if not claims:
+        return CgroupUids(pods)
+    found = dict(pods)
+    for claimed, claimants in claims.items():
+        if len(claimants) == 1:
+            found[claimed] = pods[claimants[0]]
+    return CgroupUids(found, frozenset(claimed for claimed, each in claims.items() if len(each) > 1))
+
+
+def _mirrors(metadata: Metadata, node: str, node_uid: str | None) -> bool:
+    """Whether the kubelet of this node made the object: it makes the Node its controller."""
+    return any(
+        each.controller
+        and (each.api_version, each.kind, each.name) == ("v1", "Node", node)
+        and node_uid in (None, each.uid)
+        for each in metadata.owner_references
+    )
+
+
+# The pods of this node, as the API server shows them.
 
 MISS_SECONDS = 1.0  # a GET in the middle of an admission, which holds up all pods of the node
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from agent.kit.supervise import FatalError
+from agent.kit.tasks import FatalError
 from agent.settings import Settings
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import msgspec
 import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, ApiStatus, ApiUnavailable, KubeApi
-from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
-from agent.model.metadata import Metadata
+from agent.kit.tasks import Backoff
+from agent.model.pod import Metadata
 
 log = structlog.get_logger()
 

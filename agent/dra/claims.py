@@ -8,7 +8,6 @@ from agent.model.claim_device import DRIVER, ClaimedShare, parse_device
 from agent.model.demand import CORES
 from agent.model.modes import SHARES
 from agent.model.pod import Pod
-from agent.model.quantity import units
 from agent.model.resource_claim import (
     AskedDevice,
     DeviceConfiguration,
@@ -16,6 +15,7 @@ from agent.model.resource_claim import (
     HeldClaim,
     ResourceClaim,
 )
+from agent.model.units import units
 
 GIB = 1 << 30
 

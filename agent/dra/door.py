@@ -19,14 +19,14 @@ from agent.dra.publisher import SlicePublisher
 from agent.dra.reports import ClusterClaimReports
 from agent.holdings import claim_checkpoint
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.tasks import follow
 from agent.kubelet.claim_endpoint import ClaimEndpoint
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
-from agent.modes.claims import ClaimRequests
-from agent.modes.switch_state import SwitchState
+from agent.modes.desired import ClaimRequests
+from agent.modes.planner import SwitchState
 from agent.modes.wing import Node, Task, Wing
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Series
+from agent.telemetry.series import Series
 
 log = structlog.get_logger()
 

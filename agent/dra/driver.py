@@ -17,8 +17,8 @@ from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.dra.claims import Bounds, ClaimRefused, asked, check_containers, devices_of
 from agent.dra.ledger import ClaimLedger
 from agent.inventory.snapshot import Snapshot
-from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
+from agent.kit.tasks import Backoff
 from agent.kubelet.claim_service import ClaimName, DeviceVerdict, PreparedShare
 from agent.model.claim_device import DRIVER, pool_of
 from agent.model.demand import MPS
@@ -27,9 +27,9 @@ from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.pod import Pod
 from agent.model.resource_claim import GROUP, HeldClaim, ResourceClaim
 from agent.modes.cordons import CORDONED
-from agent.modes.switch_state import STARTING, SwitchState
+from agent.modes.planner import STARTING, SwitchState
 from agent.modes.wing import NotYet, SetUpFailed, Wing
-from agent.pairing.pod_access import PodSource, PodsUnavailable
+from agent.pairing.resolver import PodSource, PodsUnavailable
 
 log = structlog.get_logger()
 

@@ -18,7 +18,7 @@ from agent.model.demand import CORES
 from agent.model.holding import Holding
 from agent.model.modes import SHARES
 from agent.model.resource_claim import AskedDevice, HeldClaim
-from agent.modes.claims import ClaimRequests
+from agent.modes.desired import ClaimRequests
 
 # The kubelet writes a claim down before it asks for it, and its devices when the pod's other drivers have
 # answered, too. A claim that is not in its record so long after an answer it will not give back.

@@ -14,15 +14,14 @@ from agent.dra.slices import (
     DeviceOffer,
     names,
 )
-from agent.inventory.links import pcie_root
-from agent.inventory.snapshot import GpuState, Snapshot
+from agent.inventory.snapshot import GpuState, Snapshot, pcie_root
 from agent.kit.cell import Cell
 from agent.kubelet.claim_service import DeviceVerdict
 from agent.model.claim_device import WORDS, device_name, pool_of
 from agent.model.gpu import Driver
 from agent.model.modes import SHARES, Assignment, GpuMode, Mode
-from agent.modes.claims import ClaimRequests
-from agent.modes.switch_state import SwitchState
+from agent.modes.desired import ClaimRequests
+from agent.modes.planner import SwitchState
 from agent.modes.wing import Wing
 
 Taints = Mapping[Mode, tuple[tuple[str, str], ...]]

@@ -30,11 +30,11 @@ from agent.dra.slices import (
     differences,
     gpus_of,
     missing_gates,
+    rewrites,
     writes,
 )
-from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.tasks import Backoff, follow
 from agent.model.claim_device import DRIVER, pool_of
 from agent.model.resource_claim import GROUP, ClaimList
 
@@ -165,7 +165,7 @@ class SlicePublisher:
         due = [each for each in writes(self._node, uid, wanted, ours) if self._differs(each, ours)]
         if not self._registered.value:
             # A pod whose claim no driver prepares is tried again after a minute or more only.
-            due = [each for each in due if each.version]
+            due = rewrites(due)
         for write in due:
             await self._write(write)
         for name in ours.keys() - wanted.keys():

@@ -10,7 +10,7 @@ import structlog
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.dra.driver import ClaimReports
-from agent.kit.mailbox import Mailbox
+from agent.kit.tasks import Mailbox
 from agent.kit.timestamps import now
 from agent.kubelet.claim_service import ClaimName
 from agent.model.claim_device import DRIVER

@@ -12,12 +12,12 @@ from typing import Any, Final
 import msgspec
 
 from agent.model.claim_device import DRIVER, WORDS, device_name, parse_device, pool_of
-from agent.model.compat import semantic
+from agent.model.cuda import semantic
 from agent.model.demand import CORES, MPS
 from agent.model.gpu import Driver, Gpu
-from agent.model.metadata import Metadata
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
-from agent.model.quantity import units
+from agent.model.pod import Metadata
+from agent.model.units import units
 
 PATH: Final = "/apis/resource.k8s.io/v1/resourceslices"
 COUNTERS_PER_SET: Final = 32
@@ -189,6 +189,14 @@ def writes(
         for name, content in wanted.items()
         if not (same and one) or differences(content, found[name].spec)
     ]
+
+
+def rewrites(found: list[Write]) -> list[Write]:
+    """The writes where no slice may be created: none where one would have to be.
+
+    The others would begin a new generation, which is never complete, and so again with the next look.
+    """
+    return found if all(each.version for each in found) else []
 
 
 def _slice(name: str, node: str, node_uid: str | None, pool: Document, content: Document) -> Document:

@@ -25,9 +25,8 @@ from agent.extender.metrics import ExtenderMetrics, LedgerFigures
 from agent.extender.pending_pods import PendingPods
 from agent.extender.settings import ExtenderSettings
 from agent.extender.verdicts import Verdicts
-from agent.kit.supervise import FatalError, Supervisor
-from agent.model.fragmentation import Mix
-from agent.model.placement import PlacementPolicy
+from agent.kit.tasks import FatalError, Supervisor
+from agent.model.placement import Mix, PlacementPolicy
 from agent.web.certificates import Certificates, Files
 from agent.web.connections import ConnectionLimits
 from agent.web.probes import Probes

@@ -7,12 +7,10 @@ from agent.extender.free_capacity import FreeCapacity, ModeCapacity, Summary
 from agent.extender.packing import After, Ordering, SearchWork, fullest_first, pack
 from agent.extender.pod_demand import Chosen, PodDemand, Slot
 from agent.model.demand import CORES
-from agent.model.fragmentation import Mix
-from agent.model.free_gpu import FreeGpu
+from agent.model.gpu import Topology
 from agent.model.modes import PAIRS
 from agent.model.node_inventory import NodeInventory
-from agent.model.placement import PlacementPolicy, order, unusable
-from agent.model.topology import Topology
+from agent.model.placement import FreeGpu, Mix, PlacementPolicy, order, unusable
 
 # Lower is better; compared between nodes of one cluster under one policy.
 Worth = tuple[float, ...]
@@ -78,7 +76,7 @@ def judge(
     alike: dict[Summary, str],
 ) -> str:
     """Why a demand does not fit; empty: it fits. `alike`: what was found for this demand so far."""
-    summary = free.summary if len(demand.slots) == 1 and not demand.gpus else None
+    summary = free.summary if demand.by_summary else None
     if summary is None:
         return refusal(free, demand, inventory, work)
     found = alike.get(summary)

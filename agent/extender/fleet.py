@@ -16,9 +16,8 @@ from agent.extender.free_capacity import FreeCapacity, PodClaim, Summary, free_c
 from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import WHOLE_GPUS, PodDemand
 from agent.model.demand import CORES
-from agent.model.fragmentation import Mix
 from agent.model.node_inventory import NodeInventory
-from agent.model.placement import PlacementPolicy, usual_mix
+from agent.model.placement import Mix, PlacementPolicy, usual_mix
 
 UNKNOWN_NODE = "node not known to the extender"
 
@@ -66,6 +65,8 @@ class Fleet:
         self._assumed: dict[str, Assumed] = {}
         self._claims: dict[str, dict[str, PodClaim]] = {}  # by node, also of nodes that are not there
         self._free: dict[str, FreeCapacity] = {}
+        # Of nodes on which a demand of one slot is judged by no more than these figures, by name.
+        self.summaries: dict[str, Summary] = {}
         self._replicas: dict[str, dict[str, int]] = {}  # pods by node, for each owner whose replicas spread
 
     # News
@@ -237,6 +238,8 @@ class Fleet:
         if found is None:
             inventory = self._nodes[name].inventory or NodeInventory()
             found = self._free[name] = free_capacity(inventory, self.claims(name).values())
+            if (summary := found.summary) and not inventory.by_claims:
+                self.summaries[name] = summary
         return found
 
     def claims(self, name: str) -> Mapping[str, PodClaim]:
@@ -357,4 +360,5 @@ class Fleet:
 
     def _touch(self, name: str) -> None:
         self._free.pop(name, None)
+        self.summaries.pop(name, None)
         self.on_change(name)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from agent.extender.pod_demand import Chosen, PodDemand, Slot
 from agent.model.demand import CORES
-from agent.model.free_gpu import UNLIMITED, FreeGpu
 from agent.model.modes import PAIRS, Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
+from agent.model.placement import UNLIMITED, FreeGpu
 
 
 @dataclass(frozen=True, slots=True)

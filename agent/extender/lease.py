@@ -21,7 +21,7 @@ from agent.cluster.reflector import PartialObject
 from agent.extender.settings import Lease as LeaseSettings
 from agent.extender.settings import Serving
 from agent.kit.cell import Cell
-from agent.model.metadata import Metadata
+from agent.model.pod import Metadata
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.objects import read_node, read_pod
 from agent.extender.times import DEAD_WATCH_SECONDS, UNSHOWN_SECONDS
 from agent.kit.cell import Cell
-from agent.kit.supervise import Supervisor
+from agent.kit.tasks import Supervisor
 
 log = structlog.get_logger()
 

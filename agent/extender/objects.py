@@ -11,13 +11,11 @@ from agent.extender.fleet import BoundPod, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
 from agent.model.demand import Impossible
-from agent.model.ids import BadDeviceId, parse
-from agent.model.metadata import Metadata
-from agent.model.modes import PAIRS, Mode
+from agent.model.modes import PAIRS, BadDeviceId, Mode, parse
 from agent.model.node_inventory import INVENTORY, BadInventory, decode
 from agent.model.placement import ASSIGNED, POLICY, PlacementPolicy
-from agent.model.pod import Pod, PodSpec, PodStatus
-from agent.model.quantity import units
+from agent.model.pod import Metadata, Pod, PodSpec, PodStatus
+from agent.model.units import units
 
 log = structlog.get_logger()
 

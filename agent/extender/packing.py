@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from agent.extender.free_capacity import FreeCapacity, ModeCapacity
 from agent.extender.pod_demand import Chosen, Slot
-from agent.model.free_gpu import FreeGpu
-from agent.model.preference import choose as best_linked
-from agent.model.topology import Topology
+from agent.model.gpu import Topology
+from agent.model.placement import FreeGpu
+from agent.model.placement import choose as best_linked
 
 # The most steps of one search; beyond it a pod counts as not fitting on the node.
 NODE_STEPS = 256

@@ -23,11 +23,11 @@ from agent.extender.objects import PodCondition, WatchedPod, as_model, decode_po
 from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import WHOLE_GPU, PodDemand, Slot, pod_demand
 from agent.extender.verdicts import NOT_REACHED, Verdicts
-from agent.kit.supervise import Supervisor
+from agent.kit.tasks import Supervisor
 from agent.model.demand import WAITING_FOR_GPU, Impossible
-from agent.model.metadata import Metadata
 from agent.model.modes import PAIRS, Mode
 from agent.model.node_inventory import NodeInventory
+from agent.model.pod import Metadata
 
 UNBOUND = "spec.nodeName=,status.phase=Pending"
 LOOK_SECONDS = 2.0

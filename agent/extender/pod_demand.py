@@ -48,6 +48,11 @@ class PodDemand:
         return not self.totals
 
     @property
+    def by_summary(self) -> bool:
+        """Whether a node's summary may say all that is to be known: one share, or one set of whole GPUs."""
+        return len(self.slots) == 1 and not self.gpus
+
+    @property
     def whole_gpus(self) -> tuple[str, ...]:
         """The resources by which it asks for `gpus`."""
         return tuple(name for name, _ in self.totals if name in WHOLE_GPUS)

@@ -11,7 +11,7 @@ from agent.extender.times import ASSUME_SECONDS
 from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
 from agent.kit.logs import Logging
-from agent.model.fragmentation import USUAL
+from agent.model.placement import USUAL
 
 ENVIRONMENT_PREFIX = "GPU_NODE_EXTENDER_"
 RESERVED = frozenset({"CONFIG"})

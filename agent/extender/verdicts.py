@@ -56,9 +56,13 @@ class Verdicts:
         fitting: list[str] = []
         refused: dict[str, str] = {}
         verdict = self.fleet.verdict
+        # Most nodes are like one that was judged before, which two look-ups tell.
+        summaries = self.fleet.summaries if demand.by_summary else {}
         work, pause = SearchWork(), _Pause()
         for name in names:
             reason = known.get(name)
+            if reason is None and (summary := summaries.get(name)) and summary in alike:
+                reason = known[name] = alike[summary]
             if reason is None:
                 if work.steps >= most_steps:
                     refused[name] = NOT_REACHED

@@ -11,14 +11,22 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.holdings.checkpoint import Checkpoint, CheckpointUnreadable, Entries
-from agent.holdings.record import Evidence, PodEvidence, PodKey, View, join
-from agent.kit.backoff import Backoff
+from agent.holdings.record import (
+    Checkpoint,
+    CheckpointUnreadable,
+    Entries,
+    Evidence,
+    PodEvidence,
+    PodKey,
+    View,
+    join,
+)
 from agent.kit.cell import Cell
+from agent.kit.tasks import Backoff
 from agent.kubelet.kubelet_socket import Identity, KubeletSocket
 from agent.kubelet.podresources import LIST_SECONDS, PodResources, PodResourcesUnavailable
 from agent.model.holding import Holding, Record
-from agent.model.ids import PREFIXES, BadDeviceId, parse
+from agent.model.modes import PREFIXES, BadDeviceId, parse
 from agent.model.pod import Pod
 
 log = structlog.get_logger()

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from agent.injection.specification import CdiError
-from agent.kit import atomic_file
+from agent.kit import files
 
 CTK = "nvidia-ctk"
 HOOK = "nvidia-cdi-hook"
@@ -31,7 +31,7 @@ def install(source: Path, folder: Path) -> Path:
     try:
         if not _same(source, target):
             # Hooks of containers that start meanwhile run on with the file that they have opened.
-            atomic_file.write(folder, HOOK, source.read_bytes(), mode=0o755)
+            files.write(folder, HOOK, source.read_bytes(), mode=0o755)
         refused = _noexec(folder)
     except OSError as error:
         raise HookNotInstalled(

@@ -16,8 +16,8 @@ import yaml
 from agent.injection.companions import device_root, lacking, nodes, wanted
 from agent.injection.specification import KIND, Devices
 from agent.kit.cell import Cell
-from agent.kit.supervise import describe
-from agent.kubelet.plugin_types import Allocation, DeviceNode
+from agent.kit.tasks import describe
+from agent.kubelet.wire import Allocation, DeviceNode
 from agent.model.claim_device import SHARE_KIND, visible
 from agent.model.gpu import Gpu, Instance
 from agent.model.mount import Mount

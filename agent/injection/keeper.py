@@ -15,9 +15,9 @@ import structlog
 from agent.injection.specification import FILE, BadSpecification, CdiError, Devices, Specification, parse
 from agent.injection.toolkit import MOST_BYTES, Generator
 from agent.inventory.snapshot import Snapshot
-from agent.kit import atomic_file, small_file
-from agent.kit.backoff import Backoff
+from agent.kit import files
 from agent.kit.cell import Cell
+from agent.kit.tasks import Backoff
 from agent.model.holding import Record
 
 log = structlog.get_logger()
@@ -86,9 +86,7 @@ class SpecificationKeeper:
             made = await self._generator.generate()
             held = self._held.value
             made = made.keeping(self._standing, None if held is None else held.uuids)
-            await anyio.to_thread.run_sync(
-                atomic_file.write, self._file.parent, self._file.name, made.encoded()
-            )
+            await anyio.to_thread.run_sync(files.write, self._file.parent, self._file.name, made.encoded())
         except (CdiError, OSError) as error:
             self.failures += 1
             problem = str(error) if isinstance(error, CdiError) else f"{self._file}: {error.strerror}"
@@ -143,7 +141,7 @@ def _needs(snapshot: Snapshot) -> Hashable:
 
 def _read(file: Path) -> Specification | None:
     try:
-        return parse(small_file.read_text(file, MOST_BYTES).encode())
+        return parse(files.read_text(file, MOST_BYTES).encode())
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, BadSpecification) as error:

@@ -16,7 +16,7 @@ import anyio.to_thread
 from agent.injection.companions import Companion, device_root, nodes
 from agent.injection.hook import CTK, HOOK, install
 from agent.injection.specification import CLASS, VENDOR, CdiError, Specification, parse
-from agent.kit import programs, small_file
+from agent.kit import files, programs
 
 SECONDS = 30.0  # NVML without persistence mode wakes one GPU after the other
 MOST_BYTES = 4 << 20  # 16 GPUs take 30 KiB
@@ -121,7 +121,7 @@ class Toolkit:
                 stdin=text,
             )
             try:
-                return (await anyio.to_thread.run_sync(small_file.read_text, file, MOST_BYTES)).encode()
+                return (await anyio.to_thread.run_sync(files.read_text, file, MOST_BYTES)).encode()
             except (OSError, UnicodeDecodeError) as error:
                 raise GenerationFailed(f"{CTK} cdi transform root wrote no {file.name}: {error}") from error
 

@@ -7,11 +7,10 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.inventory.actor import Inventory
-from agent.inventory.health_persistence import HealthPersistence
-from agent.inventory.messages import Accused
+from agent.inventory.reducer import Accused
 from agent.inventory.scanner import Scanner
-from agent.inventory.verdict_file import VerdictFile
-from agent.kit.supervise import Supervisor
+from agent.inventory.verdicts import HealthPersistence, VerdictFile
+from agent.kit.tasks import Supervisor
 from agent.kit.timestamps import boot_seconds
 from agent.model.health import Fault, FaultKind
 from agent.nvml.event_watch import EventWatch

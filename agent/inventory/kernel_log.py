@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.model.gpu import normalise_bus_id
-from agent.model.nvlink_xids import class_of
-from agent.model.xids import XidClass
+from agent.model.xids import XidClass, class_of
 
 FALLEN_OFF_BUS: Final = 79
 

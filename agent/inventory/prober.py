@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agent.inventory.messages import Probed, Scanned
+from agent.inventory.reducer import Probed, Scanned
 from agent.inventory.snapshot import Unreadable
 from agent.kit.timestamps import boot_seconds
 from agent.model.gpu import Driver, Gpu

@@ -8,10 +8,10 @@ import anyio
 import structlog
 
 from agent.inventory.actor import Inventory
-from agent.inventory.links import LinkReading
-from agent.inventory.messages import Connected, Unavailable
 from agent.inventory.prober import Prober
-from agent.kit.supervise import FatalError
+from agent.inventory.reducer import Connected, Unavailable
+from agent.inventory.snapshot import LinkReading
+from agent.kit.tasks import FatalError
 from agent.kit.timestamps import boot_seconds
 from agent.model.gpu import Driver, Gpu
 from agent.nvml.nvml_errors import NvmlDriverMismatch, NvmlError, NvmlHung

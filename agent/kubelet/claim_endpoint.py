@@ -5,7 +5,7 @@ from pathlib import Path
 import anyio
 import structlog
 
-from agent.kit.backoff import Backoff
+from agent.kit.tasks import Backoff
 from agent.kubelet.claim_service import ClaimDriver, ClaimService
 from agent.kubelet.grpc_server import DrainableServer
 

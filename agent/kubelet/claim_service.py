@@ -14,7 +14,7 @@ from grpclib.server import Stream
 from agent._proto import pluginregistration, v1, v1alpha1
 from agent._proto.k8s.io.kubelet.pkg.apis.dra import v1 as dra
 from agent.kit.cell import Cell
-from agent.kit.supervise import describe
+from agent.kit.tasks import describe
 from agent.kubelet.grpc_server import Handlers, received, send
 
 log = structlog.get_logger()

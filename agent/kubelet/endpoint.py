@@ -13,12 +13,12 @@ from pathlib import Path
 import anyio
 import structlog
 
-from agent.kit.backoff import Backoff
 from agent.kit.inotify import FolderGone, watching
+from agent.kit.tasks import Backoff
 from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.kubelet_socket import KubeletSocket
-from agent.kubelet.plugin_types import ResourcePlugin
 from agent.kubelet.service import DevicePluginService
+from agent.kubelet.wire import ResourcePlugin
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -23,7 +23,8 @@ from grpclib.exceptions import GRPCError
 from grpclib.protocol import H2Protocol
 from grpclib.server import Server, Stream
 
-from agent.kit.supervise import describe
+from agent.kit.tasks import describe
+from agent.kubelet.corked import CorkedProtocol
 from agent.kubelet.wire import Codec
 
 log = structlog.get_logger()
@@ -45,21 +46,18 @@ class Handlers:
         return self._mapping
 
 
-class _Connection(H2Protocol):
+class _Connection(CorkedProtocol):
     """A connection that its server knows of for as long as it is open."""
-
-    transport: asyncio.Transport
 
     def __init__(self, plain: H2Protocol, server: "_TrackingServer") -> None:
         super().__init__(plain.handler, plain.config, plain.h2_config)
         self._known = server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
         super().connection_made(transport)
         self._known.connections.add(self)
         if self._known.closing:  # it was accepted just before the listener closed
-            transport.close()
+            self.transport.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._known.connections.discard(self)

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import anyio
-from grpclib.client import Channel, UnaryUnaryMethod
+from grpclib.client import Channel, Handler, UnaryUnaryMethod
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from agent._proto import v1
-from agent.kit.backoff import Backoff
+from agent.kit.tasks import Backoff
 from agent.kubelet import wire
+from agent.kubelet.corked import CorkedProtocol
 from agent.model.claim_device import DRIVER, share_of
 from agent.model.holding import Holding, Record, Source
 
@@ -82,6 +83,11 @@ def _joined(parts: Iterable[_Part]) -> Record:
     return Record(tuple(holdings), tuple(containers))
 
 
+class _Channel(Channel):
+    def _protocol_factory(self) -> CorkedProtocol:
+        return CorkedProtocol(Handler(), self._config, self._h2_config)
+
+
 class PodResources:
     """Client of the kubelet's PodResources socket.
 
@@ -143,7 +149,7 @@ class PodResources:
         raise PodResourcesUnavailable(text, unsupported=unsupported)
 
     async def _ask(self, call: str, parser: wire.Parser[T]) -> T:
-        channel = self._kept or Channel(path=str(self.path), codec=wire.Codec())
+        channel = self._kept or _Channel(path=str(self.path), codec=wire.Codec())
         # Until the call has ended well nobody else may use it.
         self._kept = None
         try:

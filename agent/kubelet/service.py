@@ -1,5 +1,6 @@
 """The RPCs that the kubelet calls on a resource's socket: DevicePlugin v1beta1 and the plugin watcher's."""
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -15,11 +16,11 @@ from grpclib.server import Stream
 
 from agent._proto import pluginregistration, v1beta1
 from agent.kit.cell import Cell
-from agent.kit.supervise import describe
+from agent.kit.tasks import describe
 from agent.kubelet import wire
 from agent.kubelet.grpc_server import Handlers, received, send
-from agent.kubelet.plugin_types import Reason, Refused, ResourcePlugin
-from agent.model.ids import SEPARATOR
+from agent.kubelet.wire import Reason, Refused, ResourcePlugin
+from agent.model.modes import SEPARATOR
 
 log = structlog.get_logger()
 
@@ -218,38 +219,33 @@ class DevicePluginService:
             versions.append(after)
         self._delivered.publish(tuple(versions))
 
-    async def _preferred(
-        self, stream: Stream[wire.PreferenceRequests, v1beta1.PreferredAllocationResponse]
-    ) -> None:
+    async def _preferred(self, stream: Stream[wire.PreferenceRequests, bytes]) -> None:
         requests = await received(stream, REQUEST_SECONDS)
 
         chosen: list[Sequence[str]] = []
 
-        async def answer() -> v1beta1.PreferredAllocationResponse:
+        async def answer() -> bytes:
             chosen.extend([await self.plugin.prefer(request) for request in requests.containers])
-            return v1beta1.PreferredAllocationResponse(
-                container_responses=[
-                    v1beta1.ContainerPreferredAllocationResponse(device_ids=list(ids)) for ids in chosen
-                ]
-            )
+            return wire.preferences(chosen)
 
         message = await self._bounded("GetPreferredAllocation", ANSWER_SECONDS, answer)
         await self._hand_out(stream, message, chosen)
 
-    async def _allocate(self, stream: Stream[wire.AllocationRequests, v1beta1.AllocateResponse]) -> None:
+    async def _allocate(self, stream: Stream[wire.AllocationRequests, bytes]) -> None:
         requests = await received(stream, REQUEST_SECONDS)
 
-        async def answer() -> v1beta1.AllocateResponse:
-            granted = [await self.plugin.allocate(ids) for ids in requests.containers]
-            return v1beta1.AllocateResponse(
-                container_responses=[wire.encode_allocation(allocation) for allocation in granted]
-            )
+        async def answer() -> bytes:
+            return wire.allocations([await self.plugin.allocate(ids) for ids in requests.containers])
 
         with self._handing_out(requests.containers):
             message = await self._bounded("Allocate", ANSWER_SECONDS, answer)
             await self._hand_out(stream, message, requests.containers)
         self._allocated()
-        for ids in requests.containers:
+        # In a turn of the loop of its own: the answer leaves first.
+        asyncio.get_running_loop().call_soon(self._report, requests.containers)
+
+    def _report(self, containers: Sequence[Sequence[str]]) -> None:
+        for ids in containers:
             gpus = sorted({device.partition(SEPARATOR)[0] for device in ids})
             log.info("allocated", resource=self.plugin.resource, devices=len(ids), gpus=gpus)
 

@@ -1,19 +1,111 @@
-"""The codec between grpclib and this room.
+"""Messages of the kubelet, and a resource as it sees it in the agent's own frozen types.
 
-Messages come and go through betterproto2, except the three that can hold thousands of device IDs:
-those are read by hand, 15 to 100 times as fast (docs/decisions.md), and tested to agree with
-betterproto2. Lists of devices arrive here already encoded and pass through.
+Messages come and go through betterproto2, except the three that can hold thousands of device IDs and the two
+answers that a pod waits for: those are read and written by hand, 15 to 100 times as fast (docs/decisions.md),
+and tested to agree with betterproto2. Lists of devices arrive here already encoded and pass through.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol, TypeVar
 
 from grpclib.encoding.base import CodecBase
 from h2.connection import H2Connection
 
-from agent._proto import v1beta1
-from agent.kubelet.plugin_types import Allocation, PreferenceRequest
+from agent.kit.cell import Cell
+from agent.model.modes import Assignment
+from agent.model.mount import Mount
+
+# A resource as the kubelet sees it, in the agent's own frozen types: wire messages stay behind it.
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A device node of the host shown in the container; `permissions` out of r, w and m."""
+
+    container_path: str
+    host_path: str
+    permissions: str = "rw"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The answer for a container's device IDs of one resource."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    device_nodes: tuple[DeviceNode, ...] = ()
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    cdi_devices: tuple[str, ...] = ()  # qualified names, vendor/class=device
+
+
+def joined(*parts: Allocation) -> Allocation:
+    """The parts together; where several set a variable or an annotation, the last one counts."""
+    return Allocation(
+        environment={name: value for part in parts for name, value in part.environment.items()},
+        mounts=tuple(each for part in parts for each in part.mounts),
+        device_nodes=tuple(each for part in parts for each in part.device_nodes),
+        annotations={name: value for part in parts for name, value in part.annotations.items()},
+        cdi_devices=tuple(each for part in parts for each in part.cdi_devices),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceRequest:
+    """The kubelet asks which `size` of the `available` IDs a container should get; advice, not law."""
+
+    available: tuple[str, ...]
+    must_include: tuple[str, ...]
+    size: int
+
+
+class Reason(Enum):
+    """Why a request is refused; the value is the gRPC status of the answer."""
+
+    INVALID = "INVALID_ARGUMENT"  # asking again will not help
+    EXHAUSTED = "RESOURCE_EXHAUSTED"  # no GPU has room
+    UNAVAILABLE = "UNAVAILABLE"  # a part of the agent or the node is not ready
+    LATE = "DEADLINE_EXCEEDED"
+
+
+class Refused(Exception):
+    """A request that is not granted. The text reaches the pod's status: it names object, cause and remedy."""
+
+    def __init__(self, message: str, reason: Reason = Reason.INVALID) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class ResourcePlugin(Protocol):
+    """One resource as it is advertised and handed out."""
+
+    resource: str  # "nvidia.com/gpu"
+    offers_preference: bool
+    needs_pre_start: bool
+    # The newest ListAndWatchResponse, encoded. Every publication goes to the kubelet as it is.
+    lists: Cell[bytes]
+
+    async def run(self) -> None:
+        """Keep `lists` true, for ever."""
+
+    def refresh(self) -> None:
+        """Bring `lists` up to date now, rather than when the plugin's own task gets its turn."""
+
+    def figures(self, assignment: Assignment) -> tuple[int, int]:
+        """Capacity and allocatable, as the kubelet would count them, if `assignment` were in force."""
+
+    async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
+        """Choose IDs; raises Refused. Blocks every pod of the node while it runs."""
+
+    async def allocate(self, ids: Sequence[str]) -> Allocation:
+        """Hand IDs to a container; raises Refused. Blocks every pod of the node while it runs."""
+
+    async def pre_start(self, ids: Sequence[str]) -> None:
+        """Last act before a container starts; raises Refused. The kubelet gives it 30 s and tries again."""
+
+
+# The codec between grpclib and this room.
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -191,21 +283,43 @@ def texts(values: list[bytes]) -> tuple[str, ...]:
         raise MalformedMessage("a text is not UTF-8") from error
 
 
-def encode_allocation(allocation: Allocation) -> v1beta1.ContainerAllocateResponse:
-    return v1beta1.ContainerAllocateResponse(
-        envs=dict(allocation.environment),
-        mounts=[
-            v1beta1.Mount(
-                container_path=mount.container_path, host_path=mount.host_path, read_only=mount.read_only
-            )
-            for mount in allocation.mounts
-        ],
-        devices=[
-            v1beta1.DeviceSpec(
-                container_path=node.container_path, host_path=node.host_path, permissions=node.permissions
-            )
-            for node in allocation.device_nodes
-        ],
-        annotations=dict(allocation.annotations),
-        cdi_devices=[v1beta1.CdiDevice(name=name) for name in allocation.cdi_devices],
-    )
+def allocations(containers: Iterable[Allocation]) -> bytes:
+    """AllocateResponse."""
+    return b"".join(_message(1, _allocation(each)) for each in containers)
+
+
+def preferences(containers: Iterable[Iterable[str]]) -> bytes:
+    """PreferredAllocationResponse: the chosen device IDs of each container."""
+    return b"".join(_message(1, b"".join(_text(1, device) for device in ids)) for ids in containers)
+
+
+def _allocation(allocation: Allocation) -> bytes:
+    parts = [_message(1, _text(1, name) + _text(2, value)) for name, value in allocation.environment.items()]
+    parts += [
+        _message(2, _text(1, mount.container_path) + _text(2, mount.host_path) + TRUE_3 * mount.read_only)
+        for mount in allocation.mounts
+    ]
+    parts += [
+        _message(3, _text(1, node.container_path) + _text(2, node.host_path) + _text(3, node.permissions))
+        for node in allocation.device_nodes
+    ]
+    parts += [_message(4, _text(1, name) + _text(2, value)) for name, value in allocation.annotations.items()]
+    parts += [_message(5, _text(1, name)) for name in allocation.cdi_devices]
+    return b"".join(parts)
+
+
+TRUE_3 = b"\x18\x01"  # a field 3 that is true; one that is false is left out
+
+
+def _text(number: int, value: str) -> bytes:
+    return _message(number, value.encode())
+
+
+def _message(number: int, body: bytes) -> bytes:
+    """A field of wire type 2: a text or a message."""
+    length, head = len(body), bytearray((number << 3 | 2,))
+    while length > 127:
+        head.append(length & 127 | 128)
+        length >>= 7
+    head.append(length)
+    return bytes(head) + body

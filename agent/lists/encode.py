@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from agent._proto import v1beta1
-from agent.model.ids import LONGEST
+from agent.model.modes import LONGEST
 
 HEALTHY = "Healthy"
 UNHEALTHY = "Unhealthy"
@@ -29,7 +29,7 @@ def devices(ids: Iterable[str], healthy: bool) -> bytes:
     """Many devices without topology, as a ListAndWatchResponse: a thousand in a third of a millisecond.
 
     By hand, since IDs of one GPU differ in their number alone: field 1 of the list holds a device, whose
-    field 1 is its ID and field 2 its health. IDs are too short (`agent.model.ids`) for lengths of two bytes.
+    field 1 is its ID and field 2 its health. IDs are too short for lengths of two bytes.
     """
     health = (HEALTHY if healthy else UNHEALTHY).encode()
     tail = b"\x12" + bytes((len(health),)) + health

@@ -4,7 +4,7 @@ Neutral to the mode: each hands its own conditions and answers in. No unit carri
 NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split pairs (docs/vgpu.md).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import anyio
@@ -12,18 +12,55 @@ import anyio
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
-from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused, joined
+from agent.kit.tasks import follow
+from agent.kubelet.wire import Allocation, PreferenceRequest, Reason, Refused, joined
 from agent.lists import encode
 from agent.model.gpu import Gpu
-from agent.model.holding import Record
-from agent.model.ledger import PairMember, UnitPool
+from agent.model.holding import PairMember, Record, UnitPool
 from agent.model.modes import Assignment, Mode
+from agent.model.placement import PlacementPolicy, choose, lowest
 from agent.model.units import ResourcePair
-from agent.pairing.pair_rules import Grant
-from agent.pairing.pairing import Pairing
-from agent.pairing.pod_access import Cause, PairRefused
-from agent.pairing.requester import resource_of
+from agent.modes.wing import Node
+from agent.pairing.pair_rules import Grant, PairRules
+from agent.pairing.pairing import Pairing, PairingStats
+from agent.pairing.resolver import Cause, PairRefused, RequesterResolver, resource_of
+from agent.telemetry import definitions as d
+from agent.telemetry.series import Series
+
+# The pairing of a mode with a pair, and its metrics: how many were granted, refused, given up.
+
+
+def pairing_of(node: Node, pair: ResourcePair, placement: str, reservation_seconds: float) -> Pairing:
+    """The pairing of a mode; whole GPUs, where the pair has them, are the best connected ones.
+
+    `placement` is the policy of a pod that names none, `reservation_seconds` how long a pair is reserved for
+    a container that has one member of it.
+    """
+
+    def connected(free: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        return choose(node.snapshot.value.topology, free, must_include, size)
+
+    rules = PairRules(
+        pair,
+        PlacementPolicy(placement),
+        reservation_seconds,
+        connected if pair.whole_gpus else lowest,
+        node.name,
+    )
+    return Pairing(rules, RequesterResolver(pair, node.holdings, node.pods), node.recorder)
+
+
+def pairs_collector(
+    mode: str, stats: PairingStats, reserved: int, fences: Mapping[str, bool]
+) -> Iterator[Series]:
+    """The metrics of a mode. `reserved`: pairs that are reserved and not complete; `fences`: which hold."""
+    yield d.PAIRS, stats.granted, (mode, "granted")
+    yield d.PAIRS, stats.refused, (mode, "refused")
+    yield d.PAIRS, stats.expired, (mode, "expired")
+    yield d.RESERVATIONS, reserved, (mode,)
+    for fence, holds in fences.items():
+        yield d.ENFORCED, holds, (mode, fence)
+
 
 _REASONS = {
     Cause.INVALID: Reason.INVALID,

@@ -9,9 +9,9 @@ import structlog
 from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
-from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Reason, Refused
+from agent.kit.tasks import follow
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
+from agent.kubelet.wire import Allocation, PreferenceRequest, Reason, Refused
 from agent.lists import encode
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode

@@ -15,15 +15,14 @@ import anyio
 import structlog
 
 from agent.inventory.snapshot import GpuState
-from agent.kit.backoff import Backoff
-from agent.kit.follow import repeat
+from agent.kit.tasks import Backoff, repeat
 from agent.mig.made import MadeBook
 from agent.mig.placing import Making, Misfit, Standing, Steps, plan_layout, sentences
 from agent.mig.plugin import MigPlugin
 from agent.model.holding import Record
 from agent.model.modes import Mode, Offering
 from agent.modes.wing import Node
-from agent.nvml.nvml_errors import NvmlCode, NvmlError
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlHung, NvmlLeftOver
 from agent.nvml.port import Partition
 
 log = structlog.get_logger()
@@ -132,7 +131,6 @@ class Layouts:
             course.problem = ""
             self._tell(state, course, replace(course.told, problem=""))
         course.backoff.reset()
-        # By the inventory as it was: it hears of the change later, and the GPU is looked at once more.
         course.reached = inputs if pause is None else None
         return pause
 
@@ -147,7 +145,8 @@ class Layouts:
             going = frozenset(each.uuid for each in (*steps.destroy, *steps.drain) if each.uuid)
             await self._mark(state.uuid, going)
             if not steps:
-                return None
+                # The inventory may lag behind: what it shows is taken for reached once it shows the same.
+                return None if partition.devices == state.gpu.instances else DRAIN_LOOK_SECONDS
             destroyed = steps.destroy and await self._destroy(state, course, steps.destroy)
             if not destroyed and not await self._make(state, steps):
                 break
@@ -237,6 +236,8 @@ class Layouts:
                 )
             except NvmlError as error:
                 self.changes["make", "failed"] += 1
+                if not isinstance(error, NvmlHung | NvmlLeftOver):
+                    self._book.retract(state.uuid, profile.number, making.start)
                 failure = failure or _of(making, error)
                 continue
             self._changed(state, "make", profile.name, making.start)

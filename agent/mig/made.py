@@ -12,9 +12,9 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from agent.inventory.verdict_file import BOOT_ID
-from agent.kit import atomic_file
-from agent.kit.small_file import read_text
+from agent.inventory.verdicts import BOOT_ID
+from agent.kit import files
+from agent.kit.files import read_text
 from agent.nvml.port import GpuInstance, Partition
 
 log = structlog.get_logger()
@@ -82,7 +82,9 @@ class MadeBook:
             if not each.at(gpu, instance) or each.number not in (None, instance.number):
                 continue
             # What somebody has divided an instance of ours into is theirs.
-            if not instance.computes or (instance.whole and uuid and each.uuid in ("", uuid)):
+            # One that was found half made is never made whole by this agent.
+            known = each.uuid == uuid or (each.number is None and not each.uuid)
+            if not instance.computes or (instance.whole and uuid and known):
                 return True
         return False
 
@@ -102,6 +104,10 @@ class MadeBook:
         self._made |= {Made(gpu, profile, start)}
         await self._write()
 
+    def retract(self, gpu: str, profile: int, start: int) -> None:
+        """Nothing of it was made: what is at its place is somebody else's. Written with the next look."""
+        self._made -= {Made(gpu, profile, start)}
+
     async def note_switch(self, gpu: str, *, on: bool) -> None:
         self.switched = self.switched | {gpu} if on else self.switched - {gpu}
         await self._write()
@@ -118,6 +124,6 @@ class MadeBook:
         content = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 
         if content != self._written:
-            write = partial(atomic_file.write, self._folder, NAME, content, lasting=True)
+            write = partial(files.write, self._folder, NAME, content, lasting=True)
             await anyio.to_thread.run_sync(write)
             self._written = content

@@ -8,7 +8,7 @@ import structlog
 from agent.mig.made import MadeBook
 from agent.model.gpu import Gpu
 from agent.model.modes import Mode
-from agent.model.node_layout import resolve
+from agent.model.node_inventory import resolve
 from agent.modes.wing import Node, NotYet, SetUpFailed
 from agent.nvml.nvml_errors import NvmlCode, NvmlError
 

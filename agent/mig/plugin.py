@@ -9,9 +9,9 @@ from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
-from agent.kubelet.plugin_types import Allocation, Refused
+from agent.kit.tasks import follow
 from agent.kubelet.service import GRANT_SECONDS
+from agent.kubelet.wire import Allocation, Refused
 from agent.lists.single import SingleResource
 from agent.model.gpu import Instance
 from agent.model.modes import Assignment, GpuMode, Mode

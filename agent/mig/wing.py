@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import anyio
 
 from agent.inventory.snapshot import GpuState
-from agent.kubelet.plugin_types import ResourcePlugin
+from agent.kubelet.wire import ResourcePlugin
 from agent.mig.layouts import Layouts
 from agent.mig.made import MadeBook
 from agent.mig.mig_mode import MigSwitch
@@ -19,7 +19,7 @@ from agent.modes.wing import Document, Machine, Node, Task, Wing
 from agent.nvml.nvml_errors import NvmlError
 from agent.settings import Settings
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Series
+from agent.telemetry.series import Series
 
 MEASURE_SECONDS = 10.0
 WHOLE_RESOURCE = Mode.PGPU.resources[0]  # by which strategy single offers them

@@ -1,15 +1,65 @@
-"""Which CUDA runtimes run on which driver: the product's rules and NVIDIA's own. Pure.
+"""Abilities of drivers and GPUs: CUDA runtimes, by NVIDIA's rules and the product's own, and MPS. Pure.
 
 NVIDIA's: CUDA Compatibility guide (minor-version compatibility, backward compatibility, the table of minimum
 drivers) and the release notes' table of drivers by toolkit.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from agent.model.compat import VGPU_BASELINE, dotted
-from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
+from agent.model.gpu import Driver, Gpu
+
+# Which CUDA versions go together: pure, for warnings only.
+
+# Users of gpu-manager are promised vGPU up to this CUDA version; newer images are untested there.
+VGPU_BASELINE = (12, 4)
+
+
+def hooked(enforcement: str, library: str | None) -> bool:
+    """Whether `vgpu.enforcement` puts another library than the agent's own into containers.
+
+    The baseline is that of the product's library. The agent's own is made from the headers of CUDA 11.8, 12
+    and 13.
+    """
+    return enforcement in ("library", "strict") and library is not None
+
+
+def vgpu_warning(driver: Driver | None) -> str | None:
+    """The caveat of vGPU under a driver; None: there is none, or no driver is known.
+
+    The product's rule: driver and runtime of the baseline's major version, the runtime no newer than the
+    baseline. The agent cannot see what runtime an image brings, so this is advice and refuses nothing.
+    """
+    if driver is None or driver.cuda_version[0] == VGPU_BASELINE[0]:
+        return None
+    baseline, served = dotted(VGPU_BASELINE), dotted(driver.cuda_version)
+    if driver.cuda_version < VGPU_BASELINE:
+        return (
+            f"driver {driver.version} serves CUDA {served}, older than the baseline {baseline} of vGPU: "
+            f"images built for CUDA {VGPU_BASELINE[0]} do not run; update the driver or use older images"
+        )
+    return (
+        f"driver {driver.version} serves CUDA {served}, the baseline of vGPU is {baseline}: images built for "
+        f"CUDA {VGPU_BASELINE[0]}.0 to {baseline} are covered, newer ones are not; whole GPUs take any"
+    )
+
+
+def dotted(version: tuple[int, int]) -> str:
+    """`12.4`."""
+    return f"{version[0]}.{version[1]}"
+
+
+def semantic(text: str) -> str:
+    """A driver's version as a semantic one, whose numbers begin with no 0; empty: it is none."""
+    parts = text.split(".")
+    if not 1 <= len(parts) <= 3 or not all(part.isascii() and part.isdecimal() for part in parts):
+        return ""
+    return ".".join(str(int(part)) for part in (*parts, "0", "0")[:3])
+
+
+# Which CUDA runtimes run on which driver: the product's rules and NVIDIA's own. Pure.
 
 Version = tuple[int, int]
 
@@ -198,3 +248,68 @@ def _mps(driver: DriverFacts, capability: Version | None) -> list[Finding]:
         text = f"MPS needs compute capability {needed} (Volta) or later, not {dotted(capability)}"
         found.append(Finding(Level.BLOCKED, "NVIDIA", text))
     return found or [Finding(Level.ALLOWED, "NVIDIA", "driver and GPU have what MPS needs")]
+
+
+# Abilities of MPS by GPU: gates, the ceiling of clients, and the limits a container gets. Pure.
+#
+# Facts from NVIDIA's MPS documentation: Volta and later give each client its own address space, the limit of
+# device memory per client needs a driver for CUDA 11.5, a GPU serves 16 clients before Volta, 48 since, and
+# 60 with drivers for CUDA 13.1 and later.
+
+LEAST_COMPUTE_CAPABILITY = (7, 0)
+LEAST_CUDA = (11, 5)
+# (least compute capability, least CUDA version of the driver) -> clients, the first row that fits counts.
+CLIENT_CEILINGS = (((7, 0), (13, 1), 60), ((7, 0), (0, 0), 48), ((0, 0), (0, 0), 16))
+
+# The longest path of a control daemon's sockets below the agent's run folder; UUIDs of GPUs are equally long.
+LONGEST_SOCKET = "/mps/GPU-00000000-0000-0000-0000-000000000000/pipe/control_privileged"
+
+PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
+LOG_DIRECTORY = "CUDA_MPS_LOG_DIRECTORY"
+THREAD_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+MEMORY_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+CLIENT_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
+BELOW_NORMAL = "1"  # of the two priorities that MPS knows
+
+
+def refusal(gpu: Gpu, driver: Driver | None, program_problem: str | None = None) -> str | None:
+    """Why a GPU cannot be offered as MPS shares, with the remedy; None: it can.
+
+    `program_problem` is what keeps the node from running the control daemon, None if nothing.
+    """
+    if gpu.mig_enabled:
+        return "the GPU is in MIG mode, which MPS mode does not serve; turn MIG off with nvidia-smi -mig 0"
+    if gpu.compute_capability < LEAST_COMPUTE_CAPABILITY:
+        return (
+            f"MPS shares need compute capability {dotted(LEAST_COMPUTE_CAPABILITY)} (Volta) or newer, "
+            f"{gpu.product} has {dotted(gpu.compute_capability)}; offer it as pgpu or vgpu"
+        )
+    if driver is not None and driver.cuda_version < LEAST_CUDA:
+        return (
+            f"MPS memory limits need a driver for CUDA {dotted(LEAST_CUDA)} or newer, "
+            f"driver {driver.version} serves {dotted(driver.cuda_version)}; update the driver"
+        )
+    return program_problem
+
+
+def client_ceiling(gpu: Gpu, driver: Driver | None) -> int:
+    """How many containers may hold MPS shares of a GPU at once: each is at least one client of its server."""
+    cuda = driver.cuda_version if driver else (0, 0)
+    for capability, version, clients in CLIENT_CEILINGS:
+        if gpu.compute_capability >= capability and cuda >= version:
+            return clients
+    raise AssertionError("the last row fits every GPU")
+
+
+def limits(cores: int, gibibytes: int) -> Mapping[str, str]:
+    """The variables that cap each CUDA process of a container.
+
+    The memory limit has exactly one entry, keyed by index 0, the only GPU that the container sees: an entry
+    for a GPU that a process does not see makes the driver drop all limits.
+    """
+    found: dict[str, str] = {}
+    if cores:
+        found[THREAD_PERCENTAGE] = str(cores)
+    if gibibytes:
+        found[MEMORY_LIMIT] = f"0={gibibytes}G"
+    return found

@@ -1,4 +1,4 @@
-"""The table of modes, one row each, and which GPU is offered in which.
+"""The modes that GPUs can be offered in, as one table, and the device IDs of their units.
 
 A new mode is a row here and a wing, a folder with `plugin.py`.
 """
@@ -9,9 +9,11 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, Self
 
+from agent.model.cuda import client_ceiling
 from agent.model.gpu import Driver, Gpu
-from agent.model.mps_abilities import client_ceiling
 from agent.model.units import INSTANCE, REPLICA, WHOLE, ResourcePair, Unit, UnitKind
+
+# The table of modes, one row each, and which GPU is offered in which.
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +189,49 @@ class Assignment:
 
     def of(self, uuid: str) -> GpuMode:
         return self.gpus.get(uuid, OFF)
+
+
+# Device IDs: each names its GPU and its unit, and is unique across all resources of the node.
+#
+# `<uuid>` a whole GPU, `<uuid>::c17` a vGPU core, `::m42` a vGPU memory block, `::sc17` and `::sm3` an MPS
+# core and memory unit, `::r3` a time-slicing replica; an instance of a GPU in MIG mode has its own UUID,
+# `MIG-...`. Exporters that cut at `::` attribute all of them to their GPU. At most 63 characters, the limit
+# that the device plugin API documents.
+
+LONGEST = 63
+SEPARATOR = "::"
+INSTANCE_PREFIX = "MIG-"
+PREFIXES = ("GPU-", INSTANCE_PREFIX)  # one of them begins every device ID of this agent
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceId:
+    """A device ID taken apart; `number` counts from 0 and is 0 for a whole GPU."""
+
+    gpu: str  # of an instance its own UUID: its GPU is in the inventory
+    unit: Unit
+    number: int = 0
+
+    def __str__(self) -> str:
+        return self.gpu if not self.unit.mark else f"{self.gpu}{SEPARATOR}{self.unit.mark}{self.number}"
+
+
+class BadDeviceId(ValueError):
+    """Text that no resource of this agent uses as a device ID."""
+
+
+_NUMBERED = {mark: unit for mark, unit in UNITS.items() if mark}
+
+
+def parse(text: str) -> DeviceId:
+    """Take a device ID apart. Raises BadDeviceId with the reason."""
+    gpu, separator, tail = text.partition(SEPARATOR)
+    if not gpu or len(text) > LONGEST:
+        raise BadDeviceId(f"device ID {text[:80]!r} is empty or longer than {LONGEST} characters")
+    if not separator:
+        return DeviceId(gpu, INSTANCE if gpu.startswith(INSTANCE_PREFIX) else WHOLE)
+    mark = tail.rstrip("0123456789")
+    digits = tail[len(mark) :]
+    if mark not in _NUMBERED or not digits or (digits != "0" and digits.startswith("0")):
+        raise BadDeviceId(f"device ID {text!r} does not end in a unit that this agent offers")
+    return DeviceId(gpu, _NUMBERED[mark], int(digits))

@@ -1,5 +1,6 @@
 """A pod as the API server shows it: what its containers ask for, and what is judged of it."""
 
+import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -9,8 +10,56 @@ from functools import cached_property
 
 import msgspec
 
-from agent.model.metadata import Metadata
-from agent.model.quantity import units
+from agent.model.units import units
+
+# Metadata of Kubernetes objects, as far as the agent reads them.
+
+
+class OwnerReference(msgspec.Struct, rename="camel", frozen=True):
+    api_version: str = ""
+    kind: str = ""
+    name: str = ""
+    uid: str = ""
+    controller: bool | None = None
+
+
+class Metadata(msgspec.Struct, rename="camel", frozen=True):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    annotations: dict[str, str] = msgspec.field(default_factory=dict)
+    owner_references: list[OwnerReference] = msgspec.field(default_factory=list)
+    deletion_timestamp: str | None = None
+    deletion_grace_period_seconds: int | None = None
+
+
+# Sentences without names of pods, for those who may read the sentence and not the pods: pure.
+
+POD = "<pod>"
+# namespace/name, and both in a path of the API server.
+_NAME = re.compile(
+    r"(?<=/namespaces/)[^/\s]+/pods/[^/\s:,;]+|(?<![\w./:-])[a-z0-9][-a-z0-9]*/[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?(?![\w/])"
+)
+_LIST = re.compile(rf"{POD}(?:, {POD})*(?: and (\d+) more)?")
+_TWICE = re.compile(r"(\d+ pod\(s\) to end): \d+ pods?")  # the number stands before the list
+
+
+def without_pods(text: str) -> str:
+    """A sentence on one line, `<pod>` in the place of each name."""
+    return _NAME.sub(POD, " ".join(text.split()))
+
+
+def pods_counted(text: str) -> str:
+    """A sentence on one line, `3 pods` in the place of a list of names."""
+    return _TWICE.sub(r"\1", _LIST.sub(_count, without_pods(text)))
+
+
+def _count(found: re.Match[str]) -> str:
+    count = found[0].count(POD) + int(found[1] or 0)
+    return f"{count} pod{'s' if count > 1 else ''}"
+
 
 FINISHED = ("Succeeded", "Failed")
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from agent.model.claim_device import DRIVER, ClaimedShare
-from agent.model.metadata import Metadata
+from agent.model.pod import Metadata
 
 GROUP: Final = "resource.k8s.io/v1"
 

@@ -5,6 +5,7 @@ column of immediate actions. What follows from them for scheduling is this agent
 differs from the catalog, the reason stands beside it. docs/health.md shows the whole table.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -34,7 +35,7 @@ class Rule:
     `recovers`: quiet time and passing probes are enough. Otherwise the agent must have seen that the GPU
     was reset (it was gone and came back, its counters fell, the driver asks for it no more, the machine was
     booted), or a person clears it. `open`: the table leaves open what has to be done; where the driver says
-    that nothing has (`agent.model.recovery_action`), that is the answer.
+    that nothing has (`agent.model.health`), that is the answer.
     """
 
     title: str
@@ -161,7 +162,7 @@ _INFORMATIONAL: Final = {
 _WITNESSED: Final = frozenset({74, 136, 140, *range(144, 151), 155, 156, 171, 172})
 
 # Numbers whose action the catalog makes depend on more than the number: on other Xids beside it (48, 171,
-# 172), on the rest of the log line (144 to 150, `agent.model.nvlink_xids`).
+# 172), on the rest of the log line (144 to 150, `agent.model.xids`).
 _OPEN: Final = frozenset({48, *range(144, 151), 171, 172})
 
 UNKNOWN_TITLE: Final = "not in NVIDIA's public catalog"
@@ -200,3 +201,43 @@ UNKNOWN: Final = Rule(
 def default_verdict(kind: XidClass) -> Verdict:
     """The effect of a fault of this class, unless its rule says otherwise."""
     return _VERDICTS[kind]
+
+
+# Xids 144 to 150, errors of NVLink 5: their number says little, the rest of the log line says what to do.
+#
+# `NVRM: Xid (PCI:0009:01:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 01 (0x021425c6 0x00000000 ...)`: the
+# unit, the severity, and in parentheses intrInfo and errorStatus first. What follows from them: NVIDIA's Xid
+# catalog, sheet "Xid 144-150 Decode", column of the data centre's recovery action. In that sheet every fatal
+# error calls for a reset of the GPU, but for two reasons of a link that went down; every other error calls
+# for nothing, but for those of `_RESTART`, after which the program is to be restarted unless the driver says
+# more (Xid 154).
+
+NUMBERS: Final = frozenset(range(144, 151))
+
+_LINE: Final = re.compile(
+    r"^[\s,]*(?:pid=[^,]*,\s*name=[^,]*,\s*)?"
+    r"(?P<unit>[A-Za-z0-9_ /]+?)\s+(?:Link )?(?P<severity>Fatal|Nonfatal|Non-fatal)\b"
+    r"[^(\[]*[(\[](?P<info>0x[0-9a-fA-F]{1,8})(?:[ ,]+(?P<status>0x[0-9a-fA-F]{1,8}))?"
+)
+# errorStatus of errors that end the programs they touched.
+_RESTART: Final = {
+    "RLW_REMAP": frozenset({0x1, 0x2, 0x4, 0x8, 0x10, 0x20}),
+    "RLW_SRC_TRACK": frozenset({0x4, 0x8}),
+}
+_LINK_DOWN: Final = frozenset({"NETIR_LINK_EVT", "NETIR_LINK_DOWN"})
+# intrInfo bits 20 to 25, why a link went down: taken down by software, by the host.
+_DOWN_ON_PURPOSE: Final = frozenset({0b100110, 0b101000})
+
+
+def class_of(number: int, rest: str) -> XidClass | None:
+    """The kind of fault that a log line reports, `rest` being its text behind the number; None: unclear."""
+    if number not in NUMBERS:
+        return None
+    found = _LINE.match(rest)
+    if found is None:
+        return None
+    unit, info, status = found["unit"], int(found["info"], 16), int(found["status"] or "0", 16)
+    if found["severity"] == "Fatal":
+        on_purpose = unit in _LINK_DOWN and (info >> 20) & 0x3F in _DOWN_ON_PURPOSE
+        return XidClass.INFORMATIONAL if on_purpose else XidClass.RESET
+    return XidClass.CONTAINED if status in _RESTART.get(unit, frozenset()) else XidClass.INFORMATIONAL

@@ -6,10 +6,9 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.kit.follow import follow
-from agent.kit.supervise import Supervisor
+from agent.kit.tasks import Supervisor, follow
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.plugin_types import ResourcePlugin
+from agent.kubelet.wire import ResourcePlugin
 from agent.model.modes import Assignment, Mode
 
 log = structlog.get_logger()

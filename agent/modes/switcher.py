@@ -1,4 +1,4 @@
-"""The mode switcher: moves each GPU from the mode that it is offered in to the one that is wanted.
+"""The mode switcher, and metrics of modes.
 
 It is level-triggered: each round looks at what is wanted, what is in force and who holds what, and does
 the next step of every GPU that differs. So a new request in mid-switch, a restart and a failure need no
@@ -10,7 +10,7 @@ Set-ups that fail are tried again together (`agent.modes.retry`): each try takes
 before off the lists for a while.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -21,16 +21,23 @@ from anyio.abc import TaskGroup
 
 from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.snapshot import NOT_YET, Snapshot
-from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.tasks import Backoff, follow
 from agent.model.gpu import Gpu
 from agent.model.holding import GpuHolder
-from agent.model.ids import SEPARATOR
-from agent.model.modes import OFF, UNCLAIMED, WHOLE_GPUS, Assignment, GpuMode, Mode
-from agent.modes import transition, withheld
-from agent.modes.claims import ClaimRequests
-from agent.modes.comparing import (
+from agent.model.modes import OFF, SEPARATOR, WHOLE_GPUS, Assignment, GpuMode, Mode
+from agent.modes import transition, withholding
+from agent.modes.cordons import NO_CORDONS, Cordons, cordoned
+from agent.modes.desired import ClaimRequests, Desired
+from agent.modes.planner import (
+    NO_WINGS,
+    STARTING,
+    Phase,
+    Plan,
+    Retry,
+    SwitchState,
+    Wings,
+    decide,
     handed_out_here,
     in_use,
     log_changes,
@@ -41,17 +48,15 @@ from agent.modes.comparing import (
     taken_over,
     uncounted,
 )
-from agent.modes.cordons import NO_CORDONS, Cordons, cordoned
-from agent.modes.desired import Desired
-from agent.modes.gpu_work import GpuWork, Outcome
-from agent.modes.lingering import Lingering
-from agent.modes.planner import NO_WINGS, Plan, Wings, decide
-from agent.modes.ports import Announcer
 from agent.modes.resources import ResourceSet
-from agent.modes.retry import Retry
-from agent.modes.switch_state import STARTING, Phase, SwitchState
 from agent.modes.transition import LEAVING, WORKING, ModeStage, ModeState
 from agent.modes.unexplained import Unexplained
+from agent.modes.wing import Announcer
+from agent.modes.withholding import GpuWork, Lingering, Outcome
+from agent.telemetry import definitions as d
+from agent.telemetry.series import Series
+
+# The mode switcher: moves each GPU from the mode that it is offered in to the one that is wanted.
 
 log = structlog.get_logger()
 
@@ -82,6 +87,7 @@ class ModeSwitcher:
         wings: Wings = NO_WINGS,
         when_busy: Literal["drain", "refuse"] = "drain",
         standing: Desired | None = None,
+        draining: Collection[Mode] = (),
         cordons: Cell[Cordons] | None = None,
         lingering: Lingering | None = None,
         unexplained: Unexplained | None = None,
@@ -89,6 +95,8 @@ class ModeSwitcher:
         claims: ClaimRequests | None = None,
     ) -> None:
         """`standing`: what was in force before this process, for a request that cannot be obeyed.
+
+        `draining`: modes of instances that GPUs were leaving then, for their holders.
 
         `lacks`: why containers would miss what is to come with a GPU; nothing is offered then.
         """
@@ -108,9 +116,10 @@ class ModeSwitcher:
         self._looks += [unexplained.withheld] if unexplained else []
         self._lacks = lacks or Cell("")
         self._claims = claims or ClaimRequests()  # without a door: nobody has any
-        self._others: withheld.Withheld = {}  # who is on GPUs beside those that hold them
-        self._strangers: withheld.Withheld = {}  # those of them that hold units of another plugin
+        self._others: withholding.Withheld = {}  # who is on GPUs beside those that hold them
+        self._strangers: withholding.Withheld = {}  # those of them that hold units of another plugin
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
+        self._draining = draining
         self._group: TaskGroup | None = None
         self._retry = Retry()
         self._failing = False  # set-ups fail, and that has been published
@@ -168,11 +177,12 @@ class ModeSwitcher:
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
             self._take_over(new, holders, plan.targets)
+            self._draining = ()  # what was taken over says it from now on
             if refusing:
                 plan, busy = self._refused_if_busy(plan, holders)
         if plan.obeys and desired != self.accepted.value:
             self.accepted.publish(desired)
-        targets = withheld.without(plan.targets, self._withheld())
+        targets = withholding.without(plan.targets, self._withheld())
         targets = self._claims.chosen(cordoned(targets, self._gpus, self._cordons.value))
         plan = Plan(targets, plan.problem, plan.obeys)
         waiting, missing = busy, ""
@@ -190,11 +200,11 @@ class ModeSwitcher:
         snapshot, standing = self._inventory.value, self.accepted.value
         return decide(snapshot, desired, standing, self._wings, self._lacks.value)
 
-    def _withheld(self) -> withheld.Withheld:
+    def _withheld(self) -> withholding.Withheld:
         """GPUs that are to be off because of others on them, as last known; logged as they come and go."""
         before, pods = self._others, self._holdings.cell.value
         if pods is not None:  # while the kubelet does not answer nobody knows of others
-            self._strangers = withheld.held_by_strangers(pods, self._gpus)
+            self._strangers = withholding.held_by_strangers(pods, self._gpus)
         stay = self._lingering.found if self._lingering else {}
         others = self._unexplained.withheld.value if self._unexplained else {}
         self._others = {**others, **self._strangers, **stay}
@@ -221,7 +231,7 @@ class ModeSwitcher:
         self._kubelet_retry.reset()
         standing = self.accepted.value
         had = {entry.mode for entry in standing.entries} if standing else set[Mode]()
-        had |= {target.mode for target in plan.targets.values()}
+        had |= {target.mode for target in plan.targets.values()} | set(self._draining)
         had |= {state.mode for state in self._states.values()}
         return handed_out_here(pods.by_gpu, had)
 
@@ -246,8 +256,7 @@ class ModeSwitcher:
         found: dict[str, ModeState] = {}
         for uuid in new:
             held = holders.get(uuid)
-            # What slices of before list may be allocated by now.
-            listed = GpuMode(UNCLAIMED, dra=True) if self._claims.holds(uuid, leaving=True) else None
+            listed = self._claims.left(uuid)
             found[uuid] = transition.first_seen(taken_over(held, targets.get(uuid, OFF)) if held else listed)
         self._change(found)
 
@@ -285,7 +294,7 @@ class ModeSwitcher:
 
     def _close_used(self, targets: Mapping[str, GpuMode]) -> None:
         """Close what others use now: bound pods are waited for beside, or the kubelet's answer."""
-        for uuid, target in withheld.without(targets, self._withheld()).items():
+        for uuid, target in withholding.without(targets, self._withheld()).items():
             state = self._states.get(uuid)
             if state and uuid in self._others and state.stage is ModeStage.OFFERED:
                 self._change({uuid: transition.wanted(state, target)})
@@ -439,3 +448,20 @@ class ModeSwitcher:
         if (state.phase, state.message, state.desired) != (before.phase, before.message, before.desired):
             level = log.info if phase in (Phase.APPLIED, Phase.SWITCHING) else log.warning
             level("mode_state", state=phase.value, desired=desired.name, message=message)
+
+
+# Metrics of modes.
+
+
+def modes_collector(switcher: ModeSwitcher, unexplained: Unexplained) -> Iterator[Series]:
+    """The switcher's metrics: the mode of each GPU, the node's phase, how often GPUs flipped."""
+    state = switcher.state
+    for gpu in state.value.gpus:
+        active, wanted = gpu.active, gpu.wanted
+        yield d.GPU_MODE, 1, (gpu.uuid, str(gpu.index), active.mode.value, wanted.mode.value)
+        yield d.GPU_SELLING, active.offered and active.mode is wanted.mode, (gpu.uuid, str(gpu.index))
+        if gpu.uuid in unexplained.counts:
+            yield d.GPU_UNEXPLAINED, unexplained.counts[gpu.uuid], (gpu.uuid, str(gpu.index))
+    for phase in Phase:
+        yield d.MODE_STATE, state.value.phase is phase, (phase.value,)
+    yield d.MODE_SWITCHES, switcher.switches, ()

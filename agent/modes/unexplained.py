@@ -13,9 +13,8 @@ import structlog
 from agent.holdings.holdings import HoldingsWatch
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
-from agent.modes.lingering import Lingering
-from agent.modes.switch_state import GpuSwitch, SwitchState
-from agent.modes.withheld import Withheld
+from agent.modes.planner import GpuSwitch, SwitchState
+from agent.modes.withholding import Lingering, Withheld
 
 log = structlog.get_logger()
 

@@ -8,28 +8,41 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from agent.cluster.reach import ClusterAccess
 from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kit.supervise import Supervisor
-from agent.kubelet.plugin_types import ResourcePlugin
+from agent.kit.tasks import Supervisor
+from agent.kubelet.wire import ResourcePlugin
 from agent.model.claim_device import ClaimedShare
 from agent.model.gpu import Driver, Gpu
-from agent.model.growth import Growth, Place
-from agent.model.holding import Holder, Holding
+from agent.model.holding import Growth, Holder, Holding, Place
 from agent.model.look import Look
 from agent.model.modes import Assignment, Mode
-from agent.modes.sources import DesiredSource
+from agent.modes.desired import DesiredSource
 from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
-from agent.pairing.pod_access import PodSource, Recorder
+from agent.pairing.resolver import PodSource, Recorder
 from agent.settings import Settings
 from agent.telemetry.container_use import Uses
-from agent.telemetry.reading import Series
+from agent.telemetry.series import Series
+
+# The switcher's ports to other rooms; the composition root hands them over.
+
+
+class Announcer(Protocol):
+    """Keeps the scheduler from sending pods to what is about to go."""
+
+    async def withdraw(self, ahead: Assignment, publish: Callable[[], Awaitable[None]]) -> None:
+        """Call `publish`, which puts an assignment that offers less in force, when no pod is lost by it.
+
+        Returns once the kubelet and the node's status have followed, or after a bounded time: neither an API
+        server nor a kubelet that fails keeps `publish` from being called.
+        """
+
 
 Document = dict[str, Any]
 

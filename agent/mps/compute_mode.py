@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.kit import atomic_file
+from agent.kit import files
 from agent.mps.mps_errors import MpsError
 from agent.nvml.nvml_errors import NvmlError, NvmlGpuLost, NvmlNotSupported
 from agent.nvml.port import ComputeMode, NvmlPort, SampleRequest
@@ -127,6 +127,6 @@ class ExclusiveMode:
     async def _note(self, ours: bool) -> None:
         content = (OURS if ours else OTHERS).encode()
         try:
-            await anyio.to_thread.run_sync(atomic_file.write, self._record.parent, self._record.name, content)
+            await anyio.to_thread.run_sync(files.write, self._record.parent, self._record.name, content)
         except OSError as error:
             raise MpsError(f"{self._record}: cannot be written: {error.strerror}") from error

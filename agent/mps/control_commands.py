@@ -24,8 +24,8 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from agent.kit.backoff import Backoff
-from agent.model.mps_abilities import LOG_DIRECTORY, PIPE_DIRECTORY
+from agent.kit.tasks import Backoff
+from agent.model.cuda import LOG_DIRECTORY, PIPE_DIRECTORY
 from agent.mps import launcher
 from agent.mps import parse as answers
 from agent.mps.binary import Program

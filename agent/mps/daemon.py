@@ -10,9 +10,9 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
-from agent.model.mps_abilities import PIPE_DIRECTORY
+from agent.kit.tasks import Backoff
+from agent.model.cuda import PIPE_DIRECTORY
 from agent.mps import launch, processes, shared_memory
 from agent.mps.binary import CONTROL, Program
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode

@@ -21,9 +21,8 @@ from typing import Self
 
 import anyio.to_thread
 
-from agent.kit import trees
-from agent.kit.lock import Taken, exclusive
-from agent.kit.selinux import label_for_pods
+from agent.kit import files
+from agent.kit.files import Taken, exclusive, label_for_pods
 from agent.mps.mps_errors import BadFolder, MpsError
 
 # sun_path holds 108 bytes with its end; the longest socket below the pipe folder is control_privileged.
@@ -118,17 +117,17 @@ class Directories:
         The pods' one stays the folder that it is: running pods have it mounted. A pod that fills it faster
         than it is emptied keeps no daemon from its start: what is in a socket's place goes when it is linked.
         """
-        with _problem_of(self.own), suppress(FileNotFoundError), trees.opened(self.own) as descriptor:
-            trees.empty(descriptor)
-        with suppress(OSError), trees.opened(self.pipe) as descriptor:
-            trees.empty(descriptor)
+        with _problem_of(self.own), suppress(FileNotFoundError), files.opened(self.own) as descriptor:
+            files.empty(descriptor)
+        with suppress(OSError), files.opened(self.pipe) as descriptor:
+            files.empty(descriptor)
 
     def show(self) -> None:
         """Have pods find the daemon's sockets: link those that are missing, or were replaced. Blocks.
 
         Raises BadFolder.
         """
-        with _problem_of(self.pipe), trees.opened(self.own) as own, trees.opened(self.pipe) as pipe:
+        with _problem_of(self.pipe), files.opened(self.own) as own, files.opened(self.pipe) as pipe:
             for name in PIPE_FILES:
                 _link(name, own, pipe)
 
@@ -141,9 +140,9 @@ class Directories:
         with _problem_of(self.own):
             self.own.mkdir(exist_ok=True)
             note = self.own / TAKEN_IN
-            with trees.opened(self.pipe) as pipe, trees.opened(self.own) as own:
+            with files.opened(self.pipe) as pipe, files.opened(self.own) as own:
                 if not note.exists() or note.read_text() != daemon:
-                    trees.empty(own)
+                    files.empty(own)
                     note.write_text(daemon)
                 for name in PIPE_FILES:
                     if _status(name, own) is None:
@@ -153,8 +152,8 @@ class Directories:
         """Remove the pipe and shm folders as far as possible; logs stay for diagnosis. Blocks."""
         # The pods' pipe folder goes last: `existing` asks for it.
         for name in (self.own.name, self.shm.name, self.pipe.name):
-            with suppress(OSError), trees.opened(self.root) as descriptor:
-                trees.remove(descriptor, name)
+            with suppress(OSError), files.opened(self.root) as descriptor:
+                files.remove(descriptor, name)
 
     def existing(self) -> bool:
         """Whether there is anything of a daemon's here."""
@@ -194,11 +193,11 @@ def _link(name: str, source: int, target: int) -> None:
                 os.rename(scratch, name, src_dir_fd=target, dst_dir_fd=target)
                 return
         except IsADirectoryError:
-            trees.remove(target, name, REMOVE_SECONDS)
+            files.remove(target, name, REMOVE_SECONDS)
         except FileNotFoundError:
             continue
         finally:
-            trees.remove(target, scratch, REMOVE_SECONDS)
+            files.remove(target, scratch, REMOVE_SECONDS)
     raise OSError(errno.EBUSY, f"a pod that mounts it writable takes the place of {name} again and again")
 
 

@@ -9,17 +9,14 @@ from collections.abc import Sequence
 import anyio
 
 from agent.injection.inject import Injector
-from agent.kit.follow import follow
-from agent.kubelet.plugin_types import Allocation, Reason, Refused
-from agent.lists.pairs import pairing_of
-from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing
+from agent.kit.tasks import follow
+from agent.kubelet.wire import Allocation, Reason, Refused
+from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing, pairing_of
+from agent.model.cuda import PIPE_DIRECTORY, client_ceiling, limits
 from agent.model.demand import MPS
 from agent.model.gpu import Gpu
-from agent.model.holding import Holder
-from agent.model.ids import BadDeviceId, parse
-from agent.model.ledger import PairMember
-from agent.model.modes import Mode
-from agent.model.mps_abilities import PIPE_DIRECTORY, client_ceiling, limits
+from agent.model.holding import Holder, PairMember
+from agent.model.modes import BadDeviceId, Mode, parse
 from agent.modes.wing import Node
 from agent.mps import shares_cdi
 from agent.mps.daemon_manager import DaemonManager

@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.kit.backoff import Backoff
+from agent.kit.tasks import Backoff
 from agent.mps import processes
 from agent.mps.connections import Guard, use_of
 from agent.mps.control_commands import Survey

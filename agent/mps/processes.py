@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from agent.kit import bounded
 from agent.model.cgroup import container_of, started_by_agent
-from agent.model.mps_abilities import PIPE_DIRECTORY
+from agent.model.cuda import PIPE_DIRECTORY
 from agent.mps.binary import CONTROL, SERVER
 from agent.mps.directories import SOCKETS, Directories
 

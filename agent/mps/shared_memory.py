@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from agent.kit import trees
+from agent.kit import files
 from agent.mps.directories import Directories
 
 MODE = 0o1777
@@ -71,12 +71,12 @@ def release_logs(folder: Path) -> None:
 def _taken_out(folder: Path) -> Mapping[str, bytes]:
     """Empty a folder of logs; their ends, by name."""
     kept: dict[str, bytes] = {}
-    with suppress(OSError), trees.opened(folder) as descriptor:
-        for name in trees.names(descriptor, MOST_LOGS):
+    with suppress(OSError), files.opened(folder) as descriptor:
+        for name in files.names(descriptor, MOST_LOGS):
             with suppress(OSError), (folder / name).open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES_KEPT))
                 kept[name] = file.read(LOG_BYTES_KEPT)
-        trees.empty(descriptor)
+        files.empty(descriptor)
     return kept
 
 
@@ -97,7 +97,7 @@ def limit(folders: Directories, size: int) -> str | None:
 
 def restore(folder: Path) -> bool:
     """Have everybody get at it again. Whether somebody had closed it: root of any container owns it."""
-    with trees.opened(folder) as descriptor:
+    with files.opened(folder) as descriptor:
         found = os.fstat(descriptor)
         acls = [name for name in os.listxattr(descriptor) if name in ACLS]
         wrong = stat.S_IMODE(found.st_mode) != MODE or (found.st_uid, found.st_gid) != (0, 0) or bool(acls)

@@ -14,16 +14,16 @@ import anyio.to_thread
 import structlog
 
 from agent.injection.inject import VISIBLE_DEVICES
-from agent.kit import atomic_file
-from agent.kit.follow import repeat
+from agent.kit import files
+from agent.kit.tasks import repeat
 from agent.model import claim_device as names
 from agent.model.claim_device import SHARE_KIND as KIND
 from agent.model.claim_device import ClaimedShare
+from agent.model.cuda import BELOW_NORMAL, CLIENT_PRIORITY, PIPE_DIRECTORY, limits
 from agent.model.demand import CORES, MPS
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember
 from agent.model.modes import Mode
 from agent.model.mount import Mount
-from agent.model.mps_abilities import BELOW_NORMAL, CLIENT_PRIORITY, PIPE_DIRECTORY, limits
 from agent.modes.wing import Node
 from agent.mps.daemon_manager import DaemonManager
 
@@ -81,7 +81,7 @@ def mounts(daemons: DaemonManager, uuid: str) -> tuple[Mount, ...]:
 
 def write(folder: Path, content: Mapping[str, object]) -> None:
     """Put the file in place in one step. Blocks. Raises OSError."""
-    atomic_file.write(folder, FILE, json.dumps(content, separators=(",", ":")).encode())
+    files.write(folder, FILE, json.dumps(content, separators=(",", ":")).encode())
 
 
 class ShareSpecificationKeeper:

@@ -20,7 +20,8 @@ from functools import cmp_to_key, partial
 from itertools import islice
 from pathlib import Path
 
-from agent.kit import bounded, trees
+from agent.kit import bounded
+from agent.kit import files as trees
 from agent.model.cgroup import container_of
 from agent.mps import processes
 

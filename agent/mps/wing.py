@@ -10,24 +10,22 @@ from typing import ClassVar, Self
 import anyio.to_thread
 
 from agent.inventory.snapshot import GpuState
-from agent.kubelet.plugin_types import ResourcePlugin
-from agent.lists.pairs import pairs_collector
+from agent.kubelet.wire import ResourcePlugin
+from agent.lists.shared_pair import pairs_collector
 from agent.model.claim_device import ClaimedShare
-from agent.model.compat import dotted
+from agent.model.cuda import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA, dotted
 from agent.model.gpu import Gpu
 from agent.model.holding import Holder
 from agent.model.look import Look
 from agent.model.modes import Mode
-from agent.model.mps_abilities import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA
 from agent.modes.wing import Document, Machine, Node, NotLeft, NotYet, SetUpFailed, Task, Wing
 from agent.mps import leaving, plugin
 from agent.mps.binary import finder_of
 from agent.mps.clients import ClientWatch, Overview
 from agent.mps.compute_mode import NvmlComputeModes
-from agent.mps.daemon_manager import DaemonManager
+from agent.mps.daemon_manager import AdvisoryCaps, DaemonManager, MpsEvents
 from agent.mps.daemon_parts import Options
 from agent.mps.daemon_status import DaemonState
-from agent.mps.events import AdvisoryCaps, MpsEvents
 from agent.mps.mps_errors import MpsError, ProgramMissing
 from agent.mps.pods import RootCheck, pod_facts
 from agent.mps.processes import kernel_problem
@@ -37,7 +35,7 @@ from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 from agent.telemetry import definitions as d
 from agent.telemetry.container_use import above_limit
-from agent.telemetry.reading import Series
+from agent.telemetry.series import Series
 
 KERNEL = (5, 10)  # mounts whose links nobody follows, which MPS shares have (docs/mps.md)
 

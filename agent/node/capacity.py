@@ -16,8 +16,8 @@ import anyio
 import structlog
 
 from agent.cluster.own_node import Amounts, NodeNotWritten, OwnNode
-from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
+from agent.kit.tasks import Backoff
 from agent.model.modes import Assignment
 from agent.node.taint import SchedulingTaint
 

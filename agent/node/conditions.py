@@ -1,25 +1,137 @@
-"""Writes on the Node object how far the mode is: a label, an annotation, a condition, events.
+"""Writes on the Node object: labels of driver and GPUs, how far the mode is, and where a writing fails.
 
 Everybody who may get nodes reads annotation and condition, and pods belong to many tenants: both count pods,
 and name none. `status` and events, for which one needs other rights, have the names.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import structlog
 
 from agent.cluster.own_node import NodeNotWritten, OwnNode
-from agent.kit.backoff import Backoff
+from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
+from agent.kit.tasks import Backoff, follow
 from agent.kit.timestamps import now
-from agent.model.modes import SWITCHING, Mode
-from agent.model.pod_names import pods_counted
-from agent.modes.switch_state import GpuSwitch, Phase, SwitchState
+from agent.model.gpu import Gpu, Instance
+from agent.model.modes import OFFERED_MODES, SWITCHING, Assignment, Mode
+from agent.model.pod import pods_counted
+from agent.modes.planner import GpuSwitch, Phase, SwitchState
+from agent.node.capacity import Capacity
+from agent.node.taint import SchedulingTaint
+from agent.telemetry import definitions as d
+from agent.telemetry.series import Series
+
+# Labels that describe driver, GPUs and their instances, for people's node selectors.
+
+MIB = 1 << 20
+# GPU Feature Discovery sets this one with all of its labels: where it runs, its labels are its own.
+GFD_MARK = "nvidia.com/gfd.timestamp"
+# Set where the GPUs are simulated.
+SIMULATED_LABEL = "gpu-node-agent.io/simulated"
+GPU: Final = "nvidia.com/gpu"
+PREFIX = next(mode.row.prefix for mode in OFFERED_MODES if mode.row.partitioned)
+CAPABLE, STRATEGY = "nvidia.com/mig.capable", "nvidia.com/mig.strategy"
+_ENGINES = ("copy", "decoder", "encoder", "jpeg", "ofa")
+ATTRIBUTES = ("multiprocessors", "slices.gi", "slices.ci", *(f"engines.{each}" for each in _ENGINES))
+_PARTS = ("product", "count", "replicas", "memory", *ATTRIBUTES)
+OWN = (CAPABLE, STRATEGY, *(f"{GPU}.{each}" for each in ATTRIBUTES))
+
+
+def labels_of(
+    snapshot: Snapshot, assignment: Assignment, present: Mapping[str, str], strategy: str | None = None
+) -> dict[str, str | None]:
+    """CUDA labels, and GPU labels unless GPU Feature Discovery sets those. Empty while there is no driver.
+
+    `present`: the labels that the node has now; GPU Feature Discovery may come and go at any time.
+    `strategy`: by which instances are offered. None for a label that is to go.
+    """
+    if snapshot.driver is None or not snapshot.gpus:
+        return {}
+    major, minor = snapshot.driver.cuda_version
+    labels = {"cuda-major-version": str(major), "cuda-minor-version": str(minor)}
+    if GFD_MARK in present:
+        return {**labels}
+    gpus = [each.gpu for each in snapshot.gpus]
+    first = gpus[0]
+    # Of the GPU with the most time slices. OpenCost believes `count` where it is there.
+    slices = [assignment.of(each.uuid).replicas for each in gpus if not each.mig_enabled]
+    labels |= {
+        "nvidia.com/gpu.product": first.product,
+        "nvidia.com/gpu.count": str(len(gpus)),
+        "nvidia.com/gpu.replicas": str(max(slices, default=0)),
+        "nvidia.com/gpu.memory": str(first.memory_bytes // MIB),
+        "nvidia.com/gpu.compute.major": str(first.compute_capability[0]),
+        "nvidia.com/gpu.compute.minor": str(first.compute_capability[1]),
+        **_instance_labels(gpus, strategy),
+    }
+    return {key: label_value(text) for key, text in labels.items()} | dict.fromkeys(_stale(present, labels))
+
+
+def label_value(text: str) -> str:
+    """Text as a label's value: letters, digits, dash, dot, underscore; 63 at most (Kubernetes' labels)."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:63].strip("-._")
+
+
+def _instance_labels(gpus: Sequence[Gpu], strategy: str | None) -> Mapping[str, str]:
+    """`strategy`: mixed or single; None: instances are not offered."""
+    labels = {CAPABLE: str(any(each.mig_switch for each in gpus)).lower()}
+    if strategy is None:
+        return labels
+    labels[STRATEGY] = strategy
+    parted = [each for each in gpus if each.mig_enabled]
+    first: dict[str, tuple[Gpu, Instance]] = {}
+    counts: dict[str, int] = {}
+    for gpu in parted:
+        for instance in gpu.instances:
+            if instance.profile:
+                profile = instance.profile.replace("+", ".")
+                first.setdefault(profile, (gpu, instance))
+                counts[profile] = counts.get(profile, 0) + 1
+    if strategy == "mixed":
+        for profile, (gpu, instance) in first.items():
+            name = f"{PREFIX}{profile}"
+            labels |= _described(name, gpu, instance, profile, counts[profile])
+    elif parted:
+        alike = len(first) == 1 and all(each.instances for each in gpus)
+        if alike:
+            ((profile, (gpu, instance)),) = first.items()
+            labels |= _described(GPU, gpu, instance, profile, counts[profile])
+        else:
+            labels[f"{GPU}.product"] = f"{parted[0].product}-MIG-INVALID"
+            labels |= dict.fromkeys((f"{GPU}.{part}" for part in ("count", "replicas", "memory")), "0")
+    return labels
+
+
+def _stale(present: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[str]:
+    """Labels of profiles that the node has no instance of any more."""
+    return (key for key in present if key not in labels and of_instances(key))
+
+
+def of_instances(key: str) -> bool:
+    """Whether GPU Feature Discovery, or this agent, describes instances by that label."""
+    if key in OWN:
+        return True
+    return key.startswith(PREFIX) and key.endswith(tuple(f".{part}" for part in _PARTS))
+
+
+def _described(
+    name: str, gpu: Gpu, instance: Instance, profile: str, count: int
+) -> Iterator[tuple[str, str]]:
+    yield f"{name}.product", f"{gpu.product}-MIG-{profile}"
+    yield f"{name}.count", str(count)
+    yield f"{name}.replicas", "1"
+    yield f"{name}.memory", str(instance.memory_bytes // MIB)
+    figures = (instance.multiprocessors, instance.slices, instance.compute_slices, *instance.engines)
+    yield from ((f"{name}.{part}", str(value)) for part, value in zip(ATTRIBUTES, figures, strict=False))
+
+
+# Writes on the Node object how far the mode is: a label, an annotation, a condition, events.
 
 log = structlog.get_logger()
 
@@ -41,8 +153,8 @@ EVENT_REASONS = {
 CONDITION_REASONS = {phase: phase.value.capitalize() for phase in Phase}
 
 
-# The labels that a node with certain labels is to have.
-Labels = Callable[[Mapping[str, str]], Mapping[str, str]]
+# The labels that a node with certain labels is to have; None for one that is to go.
+Labels = Callable[[Mapping[str, str]], Mapping[str, str | None]]
 # Changes of annotations for a node with certain ones; None removes one.
 Changes = Callable[[Mapping[str, str]], Mapping[str, str | None]]
 
@@ -176,3 +288,27 @@ def _gpu(gpu: GpuSwitch) -> dict[str, object]:
     if reason:
         entry["reason"] = pods_counted(reason)[:120]
     return entry
+
+
+# Those who patch the own Node object, and what is to be said where that fails.
+
+PATCHED = {"status": "node.status", "taint": "the node's taint", "report": "the Node object"}
+
+# By the part that they patch.
+Writers = Mapping[str, Capacity | SchedulingTaint | NodeStateWriter]
+
+
+def remarks(writers: Writers) -> list[str]:
+    """An API server that can be read, but not be written to."""
+    return [
+        f"{PATCHED[name]} cannot be patched: {writer.problem}"
+        for name, writer in writers.items()
+        if writer.problem
+    ]
+
+
+def metrics(writers: Writers) -> Iterator[Series]:
+    """How often each part was patched, and how often that failed."""
+    for name, writer in writers.items():
+        yield d.NODE_PATCHES, writer.patches, (name, "ok")
+        yield d.NODE_PATCHES, writer.failures, (name, "failed")

@@ -1,4 +1,4 @@
-"""Lets go of the driver while NVIDIA's GPU operator exchanges it on this node, and takes it up again.
+"""Lets go of the driver during an operator's upgrade, and of what a killed agent left on the node.
 
 The kernel module cannot be unloaded while anybody has it open: the agent by NVML, the daemons of mode MPS,
 pods. The operator evicts the pods that it knows: neither this agent nor pods with shares are among them.
@@ -14,18 +14,82 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, Protocol
 
+import anyio
 import structlog
 
-from agent.cluster.own_node import OwnNode
+from agent.cluster.own_node import Amounts, OwnNode
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kit.follow import repeat
+from agent.kit.tasks import repeat
 from agent.kit.timestamps import boot_seconds, now
 from agent.model.modes import Mode
 from agent.modes.cordons import Cordon, Cordons
-from agent.modes.switch_state import STARTING, SwitchState
+from agent.modes.planner import STARTING, SwitchState
+from agent.node.capacity import Capacity, KubeletMute, Offer
+from agent.node.taint import SchedulingTaint
+
+# Remains of a killed agent on the node: figures that the kubelet knows nothing of, and its taint.
+#
+# Its figures stand until the kubelet's next tick. Whatever is bound by them dies at admission, for this agent
+# may offer something else, or may not be registered yet. So they are patched to 0 first, and only then its
+# taint goes. A write of that agent that is carried out later still is undone as well: the taint that nobody
+# holds by `SchedulingTaint`, figures that are not those of the lists by `Capacity`.
 
 log = structlog.get_logger()
+
+INHERITED_SECONDS = 10.0  # the kubelet's tick has come by then
+LOOK_SECONDS = 0.5
+
+
+class Inherited:
+    """Takes them away, once."""
+
+    def __init__(
+        self,
+        node: OwnNode,
+        offer: Offer,
+        capacity: Capacity,
+        taint: SchedulingTaint,
+        resources: frozenset[str],
+    ) -> None:
+        """`resources`: all that an agent before this one may have offered."""
+        self._node = node
+        self._offer = offer
+        self._capacity = capacity
+        self._taint = taint
+        self._resources = resources
+        self._until = anyio.current_time() + INHERITED_SECONDS
+
+    async def run(self) -> None:
+        """Return when nothing is left of it, or the kubelet's tick has come."""
+        with self._taint.left_alone(), anyio.CancelScope(deadline=self._until):
+            while not (await self._figures_are_right() and self._offer.now() and not self._capacity.less()):
+                with anyio.move_on_after(LOOK_SECONDS):
+                    await self._node.changes.wait_change(self._node.changes.version)
+
+    async def _figures_are_right(self) -> bool:
+        """Take back offered resources of which the kubelet has no device; whether none is left."""
+        # This agent's own lists are `Capacity`'s.
+        known = self._node.amounts(self._resources - self._offer.now().keys())
+        if known is None:
+            return False
+        offered = {name: (capacity, 0) for name, (capacity, left) in known.items() if left > 0}
+        if not offered:
+            return True
+        try:
+            taken_in = await self._offer.taken_in()
+        except KubeletMute:
+            return False
+        if taken_in is None:
+            return True
+        # Resources that it knows are another agent's, or it has not heard of that agent's end yet.
+        gone: Amounts = {name: amounts for name, amounts in offered.items() if not taken_in.get(name)}
+        if gone and await self._capacity.patch(gone):
+            log.info("stale_figures_taken_back", resources=sorted(gone))
+        return False
+
+
+# Lets go of the driver while NVIDIA's GPU operator exchanges it on this node, and takes it up again.
 
 STATE_LABEL: Final = "nvidia.com/gpu-driver-upgrade-state"
 OPERAND_PREFIX: Final = "nvidia.com/gpu.deploy."

@@ -5,8 +5,7 @@ from collections.abc import Collection, Mapping
 from agent.cluster.api import KubeApi
 from agent.cluster.node import NodeObject, read_node
 from agent.modes.cordons import ANNOTATION as CORDON
-from agent.node.conditions import CONDITION
-from agent.node.labels import GFD_MARK
+from agent.node.conditions import CONDITION, GFD_MARK, of_instances
 from agent.node.scale_down import wanted
 from agent.node.taint import EFFECT, TAINT
 
@@ -46,4 +45,4 @@ def is_ours(key: str, present: Mapping[str, str]) -> bool:
     """Whether the agent set a label of a node with these labels."""
     if key.startswith(OWN_PREFIX) or key in CUDA_LABELS:
         return True
-    return key in GPU_LABELS and GFD_MARK not in present
+    return (key in GPU_LABELS or of_instances(key)) and GFD_MARK not in present

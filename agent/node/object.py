@@ -10,7 +10,7 @@ from agent.cluster.node import NodeObject
 from agent.cluster.own_node import Amounts, NodeNotWritten, OwnCondition
 from agent.kit.cell import Cell
 from agent.kit.timestamps import now
-from agent.model.quantity import units
+from agent.model.units import units
 from agent.node.taint import EFFECT, TAINT
 
 SERVER_ERROR = 500

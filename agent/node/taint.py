@@ -17,8 +17,8 @@ import anyio
 import structlog
 
 from agent.cluster.own_node import NodeNotWritten, OwnNode
-from agent.kit.backoff import Backoff
 from agent.kit.cell import Cell
+from agent.kit.tasks import Backoff
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ import anyio
 import structlog
 
 from agent.cluster.own_node import Amounts, OwnNode
-from agent.kit.backoff import Backoff
+from agent.kit.tasks import Backoff
 from agent.model.modes import Assignment
 from agent.node.capacity import Capacity, Offer
 from agent.node.taint import BINDING_SECONDS, WRITE_SECONDS, SchedulingTaint

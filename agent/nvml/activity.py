@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import pynvml
 
-from agent.nvml.calls import Opaque, call, offered
 from agent.nvml.nvml_errors import NvmlError, NvmlGpuLost
 from agent.nvml.port import ACTIVITY
+from agent.nvml.worker_thread import Opaque, call, offered
 
 METRICS = dict(
     zip(

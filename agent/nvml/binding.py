@@ -8,12 +8,9 @@ from pathlib import Path
 import pynvml
 
 from agent.model.gpu import Driver, Gpu, normalise_bus_id
-from agent.model.recovery_action import RecoveryAction
+from agent.model.health import RecoveryAction
 from agent.nvml import loading, partitioning
 from agent.nvml.activity import Activity
-from agent.nvml.calls import Opaque
-from agent.nvml.calls import call as _call
-from agent.nvml.calls import offered as _offered
 from agent.nvml.instances import instances_of
 from agent.nvml.nvml_errors import (
     NvmlCode,
@@ -38,6 +35,9 @@ from agent.nvml.port import (
     SampleRequest,
 )
 from agent.nvml.sampling import RECOVERY_ACTION, read_fields, read_sample
+from agent.nvml.worker_thread import Opaque
+from agent.nvml.worker_thread import call as _call
+from agent.nvml.worker_thread import offered as _offered
 
 _KINDS = {
     EventKind.XID: pynvml.nvmlEventTypeXidCriticalError,

@@ -11,7 +11,7 @@ from typing import Final
 import anyio
 import structlog
 
-from agent.kit.backoff import Backoff
+from agent.kit.tasks import Backoff
 from agent.nvml.nvml_errors import NvmlError, NvmlGpuLost, NvmlHung, NvmlNotSupported
 from agent.nvml.port import NvmlEvent, NvmlPort
 from agent.nvml.worker_thread import WorkerThread

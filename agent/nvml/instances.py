@@ -3,8 +3,8 @@
 import re
 
 from agent.model.gpu import Instance
-from agent.nvml.calls import Opaque, call, offered
 from agent.nvml.nvml_errors import NvmlCode, NvmlError
+from agent.nvml.worker_thread import Opaque, call, offered
 
 # "NVIDIA H200 MIG 1c.3g.71gb": what stands behind MIG is the profile's name.
 _PROFILE = re.compile(r" MIG (?P<profile>(?:\d+c\.)?\d+g\.\d+gb(?:[+-][a-z][a-z.+-]*)?)$")
@@ -36,6 +36,15 @@ def _described(mig: Opaque) -> Instance:
         profile=profile_in(name if isinstance(name, str) else name.decode()),
         memory_bytes=shape.memorySizeMB * _MIB,
         multiprocessors=shape.multiprocessorCount,
+        slices=shape.gpuInstanceSliceCount,
+        compute_slices=shape.computeInstanceSliceCount,
+        engines=(
+            shape.sharedCopyEngineCount,
+            shape.sharedDecoderCount,
+            shape.sharedEncoderCount,
+            shape.sharedJpegCount,
+            shape.sharedOfaCount,
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from agent.kit.inside import inside
+from agent.kit.files import inside
 from agent.nvml.nvml_errors import NvmlCode, NvmlLibraryMissing
 
 SONAME = "libnvidia-ml.so.1"

@@ -51,6 +51,10 @@ class NvmlGpuLost(NvmlError):
     """The GPU fell off the bus, is lost, or is not there any more."""
 
 
+class NvmlLeftOver(NvmlError):
+    """A call failed half-way, and what it had made is still there."""
+
+
 class NvmlHung(NvmlError):
     """A call did not return within its deadline; its thread was given up."""
 

@@ -5,11 +5,11 @@ from ctypes import byref, c_uint
 
 import pynvml
 
-from agent.nvml.calls import Opaque, call, offered
 from agent.nvml.instances import instances_of, profile_in
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlNotSupported, error_for
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlLeftOver, NvmlNotSupported, error_for
 from agent.nvml.port import GpuInstance, MigProfile, Partition
 from agent.nvml.sampling import read_fields
+from agent.nvml.worker_thread import Opaque, call, offered
 
 _PROCESSES = (
     "nvmlDeviceGetComputeRunningProcesses",
@@ -105,7 +105,7 @@ def make(handle: Opaque, profile: MigProfile, start: int) -> int:
             call("nvmlGpuInstanceDestroy", instance)
         except NvmlError as again:
             text = f"{error}; and what was made of it cannot be destroyed: {again}"
-            raise error_for(error.code, error.call, text) from error
+            raise NvmlLeftOver(error.code, error.call, text) from error
         raise
     return number
 

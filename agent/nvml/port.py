@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from agent.model.gpu import Driver, Gpu, Instance
-from agent.model.recovery_action import RecoveryAction
+from agent.model.health import RecoveryAction
 
 # Drivers from which a cgroup's memory on a GPU can be limited (nvmlDeviceSetMemoryLimits_v1, CUDA 13.4).
 FIRST_WITH_MEMORY_LIMITS = 615
@@ -245,7 +245,7 @@ class NvmlPort(Protocol):
     def make_instance(self, uuid: str, profile: MigProfile, start: int) -> int:
         """Make an instance whole, or not at all, and answer its number. Needs root.
 
-        Raises NvmlError, with INSUFFICIENT_RESOURCES where it has no room.
+        Raises NvmlError, with INSUFFICIENT_RESOURCES where it has no room; NvmlLeftOver: a part is left.
         """
 
     def destroy_instance(self, uuid: str, number: int) -> None:

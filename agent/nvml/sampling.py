@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import pynvml
 
-from agent.nvml.calls import Opaque, call, first_offered, offered
 from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlNotSupported
 from agent.nvml.port import GpuProcess, Sample, SampleRequest, Traffic
+from agent.nvml.worker_thread import Opaque, call, first_offered, offered
 
 ALL_LINKS = 0xFFFFFFFF
 KIB = 1024

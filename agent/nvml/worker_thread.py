@@ -10,14 +10,43 @@ import asyncio
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
+import pynvml
 import structlog
 
-from agent.nvml.nvml_errors import NvmlCode, NvmlHung
+from agent.nvml.nvml_errors import NvmlCode, NvmlHung, NvmlNotSupported, error_for
+
+# Calls into nvidia-ml-py, its errors as ours.
+
+Opaque: TypeAlias = Any  # nvidia-ml-py has no types; what comes from it is checked here, by use
+
+
+def call(name: str, *args: Opaque) -> Opaque:
+    """Call a function of pynvml. Raises NvmlError."""
+    try:
+        return getattr(pynvml, name)(*args)
+    except pynvml.NVMLError as error:
+        raise error_for(
+            error.value, name.removesuffix("_v1").removesuffix("_v2").removesuffix("_v3")
+        ) from error
+
+
+def offered(name: str, *args: Opaque) -> Opaque:
+    """The answer of a function; None where the GPU, the driver or the library has no such thing."""
+    try:
+        return call(name, *args)
+    except NvmlNotSupported:
+        return None
+
+
+def first_offered(names: Iterable[str], *args: Opaque) -> Opaque:
+    """The answer of the first of these functions that there is; None: there is none."""
+    return next((found for name in names if (found := offered(name, *args)) is not None), None)
+
 
 log = structlog.get_logger()
 

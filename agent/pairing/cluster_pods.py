@@ -11,14 +11,13 @@ import structlog
 
 from agent.cluster.access import lacks_right
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
-from agent.cluster.cgroup_uids import HASH_ANNOTATION
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
-from agent.cluster.pods import PodCache
+from agent.cluster.pods import HASH_ANNOTATION, PodCache
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import PodKey, View
-from agent.kit.backoff import Backoff
+from agent.kit.tasks import Backoff
 from agent.model.pod import Pod
-from agent.pairing.pod_access import PodSource, PodsUnavailable, Recorder
+from agent.pairing.resolver import PodSource, PodsUnavailable, Recorder
 
 log = structlog.get_logger()
 

@@ -5,15 +5,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 from agent.model.demand import Demand, Impossible, init_group_of
-from agent.model.holding import Holder
-from agent.model.ids import SEPARATOR
-from agent.model.ledger import Ledger, PairHoldings, PairMember, Reservation, UnitPool
-from agent.model.modes import PAIRS
+from agent.model.holding import Holder, Ledger, PairHoldings, PairMember, Reservation, UnitPool
+from agent.model.modes import PAIRS, SEPARATOR
 from agent.model.placement import NoRoom, PlacementPolicy, WholeChooser, hint_of, lowest, place, policy_of
 from agent.model.pod import Pod, Stage
 from agent.model.units import ResourcePair
-from agent.pairing.pod_access import Cause, PairRefused
-from agent.pairing.requester import Asker, PodKey, resource_of
+from agent.pairing.resolver import Asker, Cause, PairRefused, PodKey, resource_of
 
 NOTHING: frozenset[str] = frozenset()
 PAIRED = frozenset(name for pair in PAIRS.values() for name in (pair.core, pair.memory))

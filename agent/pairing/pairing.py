@@ -18,13 +18,10 @@ import anyio
 import structlog
 
 from agent.kit.cell import Cell
-from agent.model.holding import Holder, Record
-from agent.model.ledger import Ledger, PairMember, Reservation, UnitPool
+from agent.model.holding import Holder, Ledger, PairMember, Record, Reservation, UnitPool
 from agent.model.pod import Pod
 from agent.pairing.pair_rules import Call, Grant, PairRules, PairState
-from agent.pairing.pod_access import Cause, PairRefused, Recorder
-from agent.pairing.requester import PodKey, resource_of
-from agent.pairing.resolver import RequesterResolver
+from agent.pairing.resolver import Cause, PairRefused, PodKey, Recorder, RequesterResolver, resource_of
 
 log = structlog.get_logger()
 

@@ -1,25 +1,185 @@
-"""Finds the requesting container during a call: one look at the record, a GET for a pod not known yet."""
+"""Which container is asking: one look at the record, a GET for a pod not known yet."""
 
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import anyio
 import structlog
 
 from agent.holdings.holdings import HoldingsWatch
-from agent.kit.backoff import Backoff
+from agent.kit.tasks import Backoff
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
-from agent.model.demand import STATIC_PODS
-from agent.model.holding import Holder, Record
-from agent.model.ledger import PairHoldings, PairMember, Reservation
-from agent.model.pod import Pod
+from agent.model.demand import (
+    STATIC_PODS,
+    WAITING_FOR_GPU,
+    Demand,
+    InitContainerGroup,
+    demand_of,
+    init_group_of,
+)
+from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation
+from agent.model.placement import ASSIGNED, HINT, places
+from agent.model.pod import Container, Pod, Stage
 from agent.model.units import ResourcePair
-from agent.pairing.pod_access import Cause, PairRefused, PodSource, PodsUnavailable
-from agent.pairing.requester import Asker, PodKey, askers, resource_of
+
+# Pairing's ports to the outside, and its refusals.
 
 log = structlog.get_logger()
+
+
+class Cause(Enum):
+    INVALID = "invalid"  # asking again will not help
+    EXHAUSTED = "exhausted"  # no GPU has room
+    UNAVAILABLE = "unavailable"  # who asks, or who holds what, is not known
+
+
+class PairRefused(Exception):
+    """A request that is not granted. The text reaches the pod's status: object, cause and remedy."""
+
+    def __init__(self, message: str, cause: Cause = Cause.INVALID, pod: Pod | None = None) -> None:
+        """`pod`: whose request it is, where that is known."""
+        self.cause = cause
+        self.pod = pod
+        super().__init__(message)
+
+
+class PodsUnavailable(Exception):
+    """A pod's spec cannot be read now; the text says why."""
+
+
+class PodSource:
+    """Specs of the pods that are bound to this node. This one has no API server behind it."""
+
+    def pods_on_node(self) -> Collection[Pod]:
+        """The pods as last seen; never waits."""
+        return ()
+
+    def current(self) -> bool:
+        """Whether pods come and go in `pods_on_node`, as far as is known."""
+        return True
+
+    async def get(self, namespace: str, name: str) -> Pod | None:
+        """One pod, read again unless a good copy is there; else as `fetch`."""
+        return await self.fetch(namespace, name)
+
+    async def fetch(self, namespace: str, name: str) -> Pod | None:
+        """One pod, read again, within a second; None: there is none. Raises PodsUnavailable."""
+        raise PodsUnavailable(f"pod {namespace}/{name} cannot be read: the agent has no API server")
+
+    async def list_now(self) -> Collection[Pod]:
+        """All pods of this node by the API server's word of now, within a second. Raises PodsUnavailable."""
+        raise PodsUnavailable("the node's pods cannot be listed: the agent has no API server")
+
+
+class Recorder:
+    """Reports to pods' owners; never waits. This one writes to the log alone."""
+
+    def refused(self, pod: Pod, message: str) -> None:
+        """A request of the pod was refused; the socket's service logs it."""
+        # The kubelet may ask for both members before it gives the pod up: one event says it.
+        self.event(pod, "AllocationRefused", message, key="refused")
+
+    def waiting(self, pod: Pod, message: str, key: str) -> None:
+        """A container of the pod cannot start yet; the kubelet tries again. `key`: what it waits for."""
+        self.event(pod, WAITING_FOR_GPU, message, key=key)
+
+    def hint_ignored(self, pod: Pod, message: str) -> None:
+        """The scheduler's choice was not followed."""
+        log.warning("placement_hint_ignored", pod=f"{pod.namespace}/{pod.name}", reason=message)
+        self.event(pod, "PlacementHintIgnored", message)
+
+    def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
+        """A container has its GPUs. `last`: no later container of the pod asks for GPUs of this pair.
+
+        A choice that is carried out counts no more, and that for later containers is still to be followed.
+        """
+        chosen = {f"{HINT}{places(pod.containers).index(container)}": ",".join(map(str, indices))}
+        self.annotate(pod, {**chosen, ASSIGNED: "true"} if last else chosen)
+
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        """The pod is to have these annotations."""
+
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
+        """Something happened to the pod; the caller logs it. `key`: said once, see `EventRecorder`."""
+
+
+# Which container is asking: pure, from the record of who holds what and the pods' specs.
+#
+# The kubelet takes a pod into its records just before it admits it, one pod after the other, and admits its
+# containers in order. So the container that asks is the first of its pod that lacks the resource, and of all
+# pods in the records only the one that is being admitted has such a container.
+
+PodKey = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """A container that may be the one that asks."""
+
+    pod: Pod
+    container: Container
+
+    @property
+    def holder(self) -> Holder:
+        return Holder(self.pod.namespace, self.pod.name, self.container.name)
+
+    def needs(self, pair: ResourcePair) -> tuple[Demand, InitContainerGroup | None]:
+        """Its demand, and its init container group if it inherits units. Raises Impossible."""
+        demand, group = demand_of(pair, self.container), init_group_of(pair, self.pod.containers)
+        assert demand is not None  # it was found by its limits
+        return demand, group if group and self.container.name in group.containers else None
+
+
+def resource_of(pair: ResourcePair, member: PairMember) -> str:
+    return pair.core if member is PairMember.CORE else pair.memory
+
+
+def askers(
+    pair: ResourcePair,
+    member: PairMember,
+    size: int,
+    record: Record | None,
+    held: PairHoldings,
+    pods: Collection[Pod],
+    reservations: Collection[Reservation],
+) -> list[Asker]:
+    """Containers that may be asking for `size` units. What is granted and not in the record yet counts, too.
+
+    Without a record any pod of the node may be asking, even one that is deleted while the kubelet admits it,
+    and any of its containers that this process has not just served.
+    """
+    resource = resource_of(pair, member)
+    served = {(each.pod.uid, each.holder.container) for each in reservations if member in each.granted}
+    found: list[Asker] = []
+    for pod in pods:
+        if pod.finished or (record is not None and (pod.ending or pod.key not in record.pods)):
+            continue
+        wanting = [each for each in pod.containers if each.limits.get(resource)]
+        # Containers before one that holds the resource were served.
+        first = max(
+            (
+                n
+                for n, each in enumerate(wanting, 1)
+                if (Holder(*pod.key, each.name), member) in held.by_place
+            ),
+            default=0,
+        )
+        for container in wanting[first:]:
+            if (pod.uid, container.name) in served:
+                continue
+            if matches := container.limits[resource] == size:
+                found.append(Asker(pod, container))
+            # That of a plain init container may be served: no record shows it without a readable checkpoint.
+            if record is not None and (matches or container.stage is not Stage.INIT):
+                break
+    # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits.
+    return [asker for asker in found if asker.pod.status.phase == "Pending"] or found
+
+
+# Finds the requesting container during a call: one look at the record, a GET for a pod not known yet.
 
 MISS_SECONDS = 1.0
 # The kubelet may ask a moment before its own records, or the watch, show the pod.

@@ -12,7 +12,7 @@ from agent.kit import configuration
 from agent.kit.configuration import ConfigurationError, Section
 from agent.kit.logs import Logging
 from agent.model.modes import OFFERED_MODES, Mode, ModeName
-from agent.model.node_layout import Entry
+from agent.model.node_inventory import Entry
 from agent.settings.faults import impossible
 
 __all__ = ["ConfigurationError", "Section", "Settings", "load", "schema"]

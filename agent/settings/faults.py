@@ -3,9 +3,9 @@
 import os
 from typing import TYPE_CHECKING
 
+from agent.model.cuda import LONGEST_SOCKET as LONGEST_MPS_SOCKET
 from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, SWITCHING, UNCLAIMED
-from agent.model.mps_abilities import LONGEST_SOCKET as LONGEST_MPS_SOCKET
-from agent.model.node_layout import faults_of
+from agent.model.node_inventory import faults_of
 
 if TYPE_CHECKING:
     from agent.settings import Settings

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from agent.model.recovery_action import RecoveryAction
+from agent.model.health import RecoveryAction
 from agent.nvml.nvml_errors import NvmlCode
 from agent.simulator import events, mig
 from agent.simulator.events import RawEvent

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from agent.model.gpu import Instance
 from agent.nvml.instances import PASSED_OVER
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlNotSupported, error_for
+from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlLeftOver, NvmlNotSupported, error_for
 from agent.nvml.port import GpuInstance, MigProfile, Partition
 from agent.simulator import mig
 from agent.simulator.machine import SimulatedMachine
@@ -59,7 +59,8 @@ class MigCalls(ABC):
                 continue
             numbers = (each.gpu_instance, each.compute_instance)
             size, profile = each.memory_total, each.profile.decode()
-            found.append(Instance(each.uuid.decode(), *numbers, profile, size, each.multiprocessors))
+            shape, media = (each.multiprocessors, each.slices, each.slices), (0, 0, 0, each.media, each.media)
+            found.append(Instance(each.uuid.decode(), *numbers, profile, size, *shape, media))
         return tuple(found)
 
     def instance_memory(self, instance: str) -> int:
@@ -155,7 +156,7 @@ class MigCalls(ABC):
                 self._device("nvmlGpuInstanceDestroy", slot)
             except NvmlError as again:
                 text = f"{error}; and what was made of it cannot be destroyed: {again}"
-                raise error_for(error.code, error.call, text) from error
+                raise NvmlLeftOver(error.code, error.call, text) from error
             with self._mapping.editing():
                 made.bare = 0
             raise

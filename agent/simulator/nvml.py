@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agent.model.gpu import Driver, Gpu
-from agent.model.recovery_action import RecoveryAction
+from agent.model.health import RecoveryAction
 from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
 from agent.nvml.port import (
     ACTIVITY,

@@ -6,7 +6,7 @@ import anyio
 import structlog
 
 from agent.cluster.own_node import NodeNotWritten
-from agent.inventory.messages import Cleared, Removed
+from agent.inventory.reducer import Cleared, Removed
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.timestamps import boot_seconds
 from agent.model.health import FaultKind, HealthState

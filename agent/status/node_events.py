@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from agent.inventory.health_counters import Transition
+from agent.inventory.actor import Transition
 from agent.model.health import FaultKind, HealthState
 
 Emit = Callable[[str, str, bool], None]  # reason, message, whether it is a warning

@@ -14,8 +14,8 @@ from agent.kit.timestamps import boot_seconds
 from agent.model.health import HealthState, Rules
 from agent.model.holding import GpuHolder
 from agent.model.modes import Mode
-from agent.modes.cordon_book import CordonBook
-from agent.modes.switch_state import GpuSwitch, SwitchState
+from agent.modes.cordons import CordonBook
+from agent.modes.planner import GpuSwitch, SwitchState
 from agent.modes.wing import Document, Wing
 from agent.status.last_holders import LastHolders
 

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from agent.modes.switch_state import Phase
+from agent.modes.planner import Phase
 
 GIB = 1 << 30
 SHORT_UUID = 12  # characters: GPU- and the first group; -o wide has all of it

@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from agent.kit.cell import Cell
-from agent.model.growth import Place
+from agent.model.holding import Place
 from agent.model.modes import Mode
-from agent.modes.switch_state import SwitchState
+from agent.modes.planner import SwitchState
 from agent.modes.wing import Document, Wing
-from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import ContainerUse
-from agent.telemetry.gpus import THROTTLE_REASONS
-from agent.telemetry.reading import Reading, Sources
+from agent.telemetry.containers import Attribution
 from agent.telemetry.sampler import TakenSample
+from agent.telemetry.series import THROTTLE_REASONS, Reading, Sources
 from agent.web.control import ControlServer
 
 NOTHING: Mapping[Place, float] = MappingProxyType({})

@@ -9,17 +9,23 @@ from typing import NamedTuple
 import anyio
 import anyio.to_thread
 
-from agent.holdings.owners import Owners
+from agent.holdings.record import Owners
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.model.growth import Growth, Place
-from agent.model.holding import Record
+from agent.model.holding import Growth, Place, Record
 from agent.model.modes import Assignment, Mode
 from agent.model.pod import Pod
-from agent.telemetry.attribution import NO_PODS, Attribution, Use, attribute
-from agent.telemetry.sampler import Samples, TakenSample
-from agent.telemetry.shares import NO_GROWTH, ContainerShare, by_gpu, shares_of
-from agent.telemetry.window import Span, Window
+from agent.telemetry.containers import (
+    NO_GROWTH,
+    NO_PODS,
+    Attribution,
+    ContainerShare,
+    Use,
+    attribute,
+    by_gpu,
+    shares_of,
+)
+from agent.telemetry.sampler import Samples, Span, TakenSample, Window
 
 Pods = Callable[[], Mapping[str, Pod]]
 

@@ -1,21 +1,23 @@
-"""A reading as a page, in the format and the encoding that were asked for.
+"""/metrics: a reading of the agent as a page, in the format that was asked for.
 
 There may be thousands of series, on a page that has 60 ms: prometheus_client's own rendering would take most
 of it, so it only says which format a caller wants.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
+import anyio
+import anyio.to_thread
 from prometheus_client.exposition import choose_encoder, gzip_accepted
 
 from agent.telemetry import definitions as d
-from agent.telemetry.container_metrics import COMPATIBLE, compatible_series
 from agent.telemetry.process import read_process_use
-from agent.telemetry.reading import Reading, Series
-from agent.telemetry.series import series_of
-from agent.web.server import Reply
+from agent.telemetry.series import COMPATIBLE, Reading, Series, Sources, compatible_series, series_of
+from agent.web.server import Handler, HttpRequest, HttpServer, Reply
+
+# A reading as a page, in the format and the encoding that were asked for.
 
 # A page of 3,200 series shrinks to a twentieth at any level; higher ones only cost time.
 GZIP_LEVEL = 1
@@ -106,3 +108,52 @@ def _labels(names: Labels, values: Labels, mark: str) -> str:
 def _escaped(value: str) -> str:
     # Translating takes ten times as long as to see that there is nothing to translate.
     return value.translate(_ESCAPES) if '"' in value or "\\" in value or "\n" in value else value
+
+
+# /metrics: in Prometheus' text format or OpenMetrics as asked, rendered and compressed off the loop.
+
+METRICS_PATH = "/metrics"
+
+
+class MetricsPage:
+    """Answers scrapes. No NVML call is made for one: it shows the sampler's last round."""
+
+    def __init__(
+        self, sources: Sources, compatible_node: str | None = None, *, simulated: bool = False
+    ) -> None:
+        """`compatible_node`: the node's name, for gpu-manager's metrics beside the agent's; None: without.
+
+        `simulated`: the GPUs are, and every series says so.
+        """
+        self._simulated = simulated
+        self._sources = sources
+        self._compatible_node = compatible_node
+        # One rendering at a time: many scrapers must not take the worker threads or the processor away.
+        self._turn = anyio.CapacityLimiter(1)
+
+    def add_to(self, server: HttpServer, guarded: Callable[[Handler], Handler] = lambda page: page) -> None:
+        """`guarded`: who may have it."""
+        for path in self._paths:
+            server.add_route(path, guarded(self.reply))
+
+    def refer(self, server: HttpServer, port: int) -> None:
+        """Say on another server where the page is."""
+
+        async def elsewhere(_: HttpRequest) -> Reply:
+            served = f"metrics are served over HTTPS on port {port}, to accounts that may get them"
+            return Reply.text(served, 403)
+
+        for path in self._paths:
+            server.add_route(path, elsewhere)
+
+    @property
+    def _paths(self) -> tuple[str, ...]:
+        # gpu-manager serves them at the second.
+        return (METRICS_PATH,) if self._compatible_node is None else (METRICS_PATH, "/metric")
+
+    async def reply(self, request: HttpRequest) -> Reply:
+        reading = self._sources.read()
+        accept, encodings = request.headers.get("Accept", ""), request.headers.get("Accept-Encoding", "")
+        node = self._compatible_node
+        arguments = (reading, accept, encodings, node, self._simulated)
+        return await anyio.to_thread.run_sync(render, *arguments, limiter=self._turn)

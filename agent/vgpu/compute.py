@@ -8,13 +8,15 @@ busy or idle, and so cost or give its neighbours what is free, never what they w
 All of it is done in a thread, in turns, so that a stop waits for a fraction of a second.
 """
 
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -22,15 +24,122 @@ import structlog
 
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
-from agent.telemetry.attribution import Attribution
 from agent.telemetry.container_use import Uses
-from agent.vgpu.allotment import Claim, allot, claim, elastic
-from agent.vgpu.correction import corrected, rivals
+from agent.telemetry.containers import Attribution
 from agent.vgpu.folders import PERCENT, About, Place
-from agent.vgpu.isolation_errors import FolderUnusable
+from agent.vgpu.isolation_errors import FolderUnusable, Problems
 from agent.vgpu.limits import ContainerLimits
-from agent.vgpu.problems import Problems
 from agent.vgpu.room import Isolation
+
+if TYPE_CHECKING:
+    from agent.cluster.pods import PodCache
+
+
+# By how much learned device times are off, from outside: the observer of compute shares.
+#
+# The enforcement library prices launches by times that the GPU's events gave it. They contain what other
+# containers did in between, and miss what runs beside each other. So each second the agent compares what NVML
+# measured of a container with what it may use, and gives the library a factor. It also says whom the
+# container shares the GPU's time with, so that the library can tell a long launch from an interrupted one.
+
+GAIN = 0.4
+LEAST, MOST = 0.4, 4.0
+MOST_EXCESS = 1.0  # a second of more may be that in which the library learned what is launched
+ROUNDING = 0.5  # NVML cuts percentages off
+
+
+def corrected(factor: float, cap: float, used: float, *, throttled: bool) -> float:
+    """The factor for the next second; the same while nothing can be learned.
+
+    `cap` and `used` in percent of the GPU. `throttled`: launches had to wait; a container that did not wait
+    may use less by itself.
+    """
+    share = used + ROUNDING
+    if cap <= 0 or (not throttled and share <= cap):
+        return factor
+    excess = min(MOST_EXCESS, (share - cap) / cap)
+    return min(MOST, max(LEAST, factor * math.exp(-GAIN * excess)))
+
+
+def rivals(own: float, processes: int, total: float, everybody: int) -> float:
+    """How many other processes are at work on a GPU at a time, as one of a container's processes meets them.
+
+    `own` percent of the GPU went to the container's `processes`, `total` to all containers, with `everybody`
+    for processes. Rounded up to eighths: 0 is nobody at all.
+    """
+    mine = own / max(1, processes)
+    busy = min(1.0, max(0.0, total - mine) / max(1.0, 100 - mine))  # of the time that it left to others
+    return math.ceil(max(0, everybody - 1) * busy * 8) / 8
+
+
+# How the compute of one GPU is shared out: promises first, then what is free, to those who may have it.
+#
+# A container was promised the cores that it asked for. One that works keeps all of its promise, however
+# little it uses, since its need for the rest could not be seen in time. The rest, promises of idle ones among
+# it, goes to containers that may burst, and what these leave to those of low priority. A container that asked
+# for no cores has no promise, and runs like one of low priority.
+
+WHOLE = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The claim of a container to its GPU, in percent."""
+
+    key: str
+    cores: int  # asked for
+    most: int  # up to which free compute may be used; cores where that is none
+    low: bool = False
+
+    @property
+    def promised(self) -> int:
+        """Its promise, which it gets whenever it works."""
+        return 0 if self.low else self.cores
+
+
+def claim(key: str, cores: int, burst: int | None, *, low: bool) -> Claim:
+    """A container's claim, from what it and its annotations say."""
+    idle_only = low or cores == 0
+    most = burst if burst is not None else (100 if idle_only else cores)
+    return Claim(key, cores, min(100, most if idle_only else max(cores, most)), idle_only)
+
+
+def elastic(claims: Collection[Claim]) -> bool:
+    """Whether anybody's share depends on what others do."""
+    return any(each.most > each.promised for each in claims)
+
+
+def allot(claims: Sequence[Claim], working: Collection[str]) -> Mapping[str, float]:
+    """Percent of the GPU by key. One that idles may have its promise at any moment all the same."""
+    found = {each.key: float(each.promised) for each in claims}
+    free = WHOLE - sum(each.promised for each in claims if each.key in working)
+    for low in (False, True):
+        takers = [each for each in claims if each.low is low and each.most > each.promised]
+        working_takers = [each for each in takers if each.key in working]
+        # One that idles must be able to begin: it is offered what would be left for it.
+        for each in takers:
+            if each.key not in working:
+                rest = [*working_takers, each]
+                own = free - (0 if each.low else each.promised)
+                found[each.key] += _poured(rest, own)[each.key]
+        for key, extra in _poured(working_takers, free).items():
+            found[key] += extra
+            free -= extra
+    return found
+
+
+def _poured(takers: Sequence[Claim], free: float) -> dict[str, float]:
+    """The rest in equal parts, to nobody more than it may have beyond its promise."""
+    found = {each.key: 0.0 for each in takers}
+    left = sorted(takers, key=lambda each: each.most - each.promised)
+    free = max(0.0, free)
+    while left:
+        part = free / len(left)
+        first = left.pop(0)
+        found[first.key] = min(part, first.most - first.promised)
+        free -= found[first.key]
+    return found
+
 
 log = structlog.get_logger()
 
@@ -310,3 +419,58 @@ def work_of(uses: Uses) -> Mapping[Place, MeasuredWork]:
         for share in (each.use.share,)
         if share.mode is Mode.VGPU and each.use.utilization_grade is Attribution.MEASURED
     }
+
+
+# Compute as pods request it by annotations: how far they may burst, and whether they come last.
+
+BURST = "gpu-node-agent.io/burst"
+PRIORITY = "gpu-node-agent.io/priority"
+LOW = "low"
+_reported: dict[tuple[str, str], str] = {}
+_MOST_REPORTED = 1000
+
+
+class ComputeRequests:
+    """Those of this node's pods."""
+
+    def __init__(self, pods: "PodCache | None", *, may_burst: bool) -> None:
+        """`may_burst`: a burst counts only where a policy says who may write the annotation."""
+        self._pods = pods
+        self._may_burst = may_burst
+
+    def of(self, about: About) -> ComputeRequest:
+        """The request of a container; none while its pod is not known."""
+        pod = self._pods.pods().get(about.uid) if self._pods else None
+        return compute_request_of(about, pod.metadata.annotations if pod else {}, may_burst=self._may_burst)
+
+
+def compute_request_of(about: About, annotations: Mapping[str, str], *, may_burst: bool) -> ComputeRequest:
+    """The request of a container's pod. A value that cannot be understood is left out, and logged once."""
+    burst, priority = annotations.get(BURST), annotations.get(PRIORITY)
+    percent = _percent(burst) if burst is not None and may_burst else None
+    if burst is not None and may_burst and percent is None:
+        _report(about, BURST, burst, "must be a whole number from 1 to 100: percent of a GPU")
+    if priority is not None and priority != LOW:
+        _report(about, PRIORITY, priority, f"must be {LOW}, or absent")
+    return ComputeRequest(percent, priority == LOW)
+
+
+def _percent(text: str) -> int | None:
+    is_number = len(text) <= 3 and text.isascii() and text.isdigit()
+    return int(text) if is_number and 1 <= int(text) <= 100 else None
+
+
+def _report(about: About, annotation: str, value: str, problem: str) -> None:
+    key = (about.uid, annotation)
+    if _reported.get(key) == value:
+        return
+    if len(_reported) >= _MOST_REPORTED:
+        _reported.clear()
+    _reported[key] = value
+    log.warning(
+        "annotation_ignored",
+        pod=about.pod_key,
+        annotation=annotation,
+        value=value[:64],
+        problem=problem,
+    )

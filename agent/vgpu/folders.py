@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agent.kit import trees
-from agent.kit.selinux import label_for_pods
-from agent.model.ids import SEPARATOR
-from agent.model.metadata import Metadata
-from agent.model.pod import Pod
+from agent.kit import files as trees
+from agent.kit.files import label_for_pods
+from agent.model.modes import SEPARATOR
+from agent.model.pod import Metadata, Pod
 from agent.vgpu import layout
 from agent.vgpu.held import REFUSALS, HeldFiles, opened
 from agent.vgpu.isolation_errors import AccessRefused, BadLayout, FolderUnusable, OtherLayout

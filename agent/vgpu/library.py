@@ -1,4 +1,4 @@
-"""The enforcement library on the host: where each container of this node gets its own copy from.
+"""The library that holds programs to their limits: its copies, and which of them containers have.
 
 A container has an inode of its own of all that it can open: a lease on one that all share would stall every
 program start of the node, and a watch would see them. A file name holds the build of the content and of the
@@ -13,20 +13,26 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from agent.kit import selinux, trees
-from agent.kit.selinux import label_for_pods
-from agent.vgpu.held import HeldFiles
-from agent.vgpu.isolation_errors import LibraryUnusable
+import msgspec
+import structlog
+
+from agent.kit import files
+from agent.kit.files import label_for_pods, read_text
+from agent.vgpu.folders import FOLDER, LONGEST_ABOUT, About, key_of
+from agent.vgpu.held import REFUSALS, HeldFiles
+from agent.vgpu.isolation_errors import AccessRefused, FolderUnusable, LibraryUnusable
+
+# The enforcement library on the host: where each container of this node gets its own copy from.
 
 # Where the image has it.
 IMAGE_FILE = "/opt/gpu-node-agent/lib/libgna-limits.so"
-FOLDER = "lib"
+LIBRARY_FOLDER = "lib"
 NAME = "libgna-limits"
 # Where containers find it, and it the two files of its limits (`clib/layout.h`). The loader knows of it by a
 # preload file, which no environment switches off.
@@ -88,7 +94,7 @@ class Original:
         self._folder = folder
         self._content = content
         self._shared: int | None = None  # a file whose blocks copies can share; None: there is no such thing
-        with trees.opened(folder) as descriptor:
+        with files.opened(folder) as descriptor:
             file = _unnamed(descriptor)
             try:
                 _write(file, content)
@@ -123,7 +129,7 @@ class Original:
     def _put(self, library: Library) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with trees.opened(self._folder) as folder:
+            with files.opened(self._folder) as folder:
                 file, preload = library.names
                 _put(folder, file, 0o555, self._write)
                 line = f"{library.in_container}\n".encode()
@@ -179,18 +185,18 @@ def install(source: Path, state: Path) -> Original:
             f"the enforcement library {source} cannot be read: {error.strerror or error}; use an image that "
             "holds it, or set vgpu.enforcement to report"
         ) from error
-    folder = state / FOLDER
+    folder = state / LIBRARY_FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o755)
-        with trees.opened(folder) as descriptor:
+        with files.opened(folder) as descriptor:
             _check_executable(folder, descriptor)
         original = Original(folder, content)
     except OSError as error:
         raise LibraryUnusable(
             f"{folder}: the enforcement library cannot be put there: {error.strerror or error}"
         ) from error
-    if problem := selinux.obstacle(folder):
+    if problem := files.obstacle(folder):
         raise LibraryUnusable(problem)
     return original
 
@@ -200,7 +206,7 @@ def hold(held: HeldFiles, library: Library) -> None:
     if held.has(library.build, library.names):
         return
     failed: OSError | None = None
-    with trees.opened(library.folder) as folder:
+    with files.opened(library.folder) as folder:
         for name in library.names:
             try:
                 os.close(held.get(library.build, name, folder, os.O_RDONLY))
@@ -215,7 +221,7 @@ def settle(held: HeldFiles, library: Library) -> None:
 
     Its pages are its container's, once that reads them, not the agent's.
     """
-    with trees.opened(library.folder) as folder:
+    with files.opened(library.folder) as folder:
         for name in library.names:
             descriptor = held.get(library.build, name, folder, os.O_RDONLY)
             try:
@@ -235,9 +241,9 @@ def remove(library: Library) -> None:
 
 def remove_unused(state: Path, used: Collection[str]) -> None:
     """Remove builds that are in nobody's use. Raises OSError."""
-    folder = state / FOLDER
-    with trees.opened(folder) as descriptor:
-        for name in trees.names(descriptor):
+    folder = state / LIBRARY_FOLDER
+    with files.opened(folder) as descriptor:
+        for name in files.names(descriptor):
             build = name.removeprefix(f"{NAME}-").partition(".")[0]
             # A dot file is what an agent that was killed had begun to write.
             if name.startswith(".") or (name.startswith(f"{NAME}-") and build not in used):
@@ -247,14 +253,14 @@ def remove_unused(state: Path, used: Collection[str]) -> None:
 
 def obstacle(state: Path) -> str | None:
     """Why no container could load a library from below the state folder; None: nothing is seen. Blocks."""
-    folder = state / FOLDER
+    folder = state / LIBRARY_FOLDER
     there = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         if os.statvfs(there).f_flag & os.ST_NOEXEC:
             return _NOEXEC.format(folder)
     except OSError as error:
         return f"{there} cannot be looked at: {error.strerror}"
-    return selinux.obstacle(there)
+    return files.obstacle(there)
 
 
 _NOEXEC = (
@@ -279,7 +285,7 @@ def _read(source: Path) -> bytes:
 
 def _put(folder: int, name: str, mode: int, write: Callable[[int], None]) -> None:
     """Have a new file of that name in one step."""
-    with trees.replacing(folder, name) as scratch:
+    with files.replacing(folder, name) as scratch:
         descriptor = os.open(scratch, _NEW, 0o600, dir_fd=folder)
         try:
             write(descriptor)
@@ -302,3 +308,158 @@ def _unnamed(folder: int) -> int:
 def _write(file: int, content: bytes) -> None:
     if os.write(file, content) != len(content):
         raise OSError(errno.ENOSPC, "it was written in part: the file system is full")
+
+
+# Copies of what limit folders stand for, below the state folder: `<state>/limits/<key>.json`.
+#
+# Limit folders lie in memory, below `/run`, for the library writes there with each launch. A reboot empties
+# that, and the pods live on: the kubelet starts their containers again with the mounts that it was answered
+# once, and asks nobody. So an agent that finds a copy without its folder makes the folder again. All of it
+# blocks.
+
+log = structlog.get_logger()
+
+SUFFIX = ".json"
+
+
+class Copies:
+    """All of them on this node. One that cannot be kept is missed after a reboot, and by nobody before."""
+
+    def __init__(self, state: Path) -> None:
+        self._folder = state / FOLDER
+
+    def keep(self, about: About) -> None:
+        """Have the copy be of this; a problem is logged."""
+        try:
+            files.write(self._folder, f"{key_of(about.ids)}{SUFFIX}", msgspec.json.encode(about), mode=0o600)
+        except OSError as error:
+            log.warning("limits_not_copied", pod=about.pod_key, problem=str(error))
+
+    def follow(self, key: str, about: About) -> None:
+        """Have the copy say what the folder says.
+
+        One that an earlier version wrote leaves out what that does not know, as the layout of the files, and
+        a reboot leaves nothing but the copy to make them of.
+        """
+        try:
+            agrees = (self._folder / f"{key}{SUFFIX}").read_bytes() == msgspec.json.encode(about)
+        except OSError:
+            agrees = False
+        if not agrees:
+            self.keep(about)
+
+    def drop(self, key: str) -> None:
+        """Forget a container."""
+        with suppress(OSError):
+            (self._folder / f"{key}{SUFFIX}").unlink(missing_ok=True)
+
+    def without_folder(self, keys: Collection[str]) -> Iterator[About]:
+        """Those whose folder is not among these; one that cannot be read is removed."""
+        for file in sorted(self._folder.glob(f"*{SUFFIX}")):
+            if file.stem in keys:
+                continue
+            try:
+                about = msgspec.json.decode(read_text(file, LONGEST_ABOUT), type=About)
+                if not about.ids or key_of(about.ids) != file.stem:
+                    raise FolderUnusable("it is of other units than its name")
+                yield about
+            except (OSError, ValueError, FolderUnusable) as error:
+                log.warning("limits_copy_unreadable", file=str(file), problem=str(error))
+                self.drop(file.stem)
+
+
+# Containers' copies of the enforcement library: given, kept open and whole, removed.
+
+
+class LibraryCopies:
+    """All of it blocks."""
+
+    def __init__(self, source: Path, state: Path) -> None:
+        """`source`: the image's library. `state`: the agent's state folder on the host."""
+        self._source = source
+        self._state = state
+        self._original: Original | None = None
+        self._held = HeldFiles()  # by build
+        self._unsettled: set[str] = set()  # builds that are not on disk yet
+        # Why containers get none; None: they do.
+        self.problem: str | None = "the enforcement library has not been put on the host yet"
+
+    @property
+    def build(self) -> str | None:
+        """The digest of what containers get now; None: nothing."""
+        return self._original.build if self._original else None
+
+    def install(self) -> None:
+        """Have the image's library on the host. Raises LibraryUnusable, as `problem` says from then on."""
+        try:
+            self._original = install(self._source, self._state)
+        except LibraryUnusable as error:
+            self.problem = str(error)
+            raise
+        self.problem = None
+
+    def withhold(self, problem: str) -> None:
+        """Give containers none, since they could not have the files of their limits."""
+        self.problem = problem
+        self._original = None
+
+    def of(self, about: About) -> Library:
+        """The copy that a container was given."""
+        return Library(self._state / LIBRARY_FOLDER, about.build)
+
+    def give(self) -> Library:
+        """A new copy for a container, open here before the container has it. Raises LibraryUnusable."""
+        if self._original is None:
+            raise LibraryUnusable(self.problem or "")
+        library = self._original.copy()
+        try:
+            hold(self._held, library)
+        except BaseException as error:
+            self.take_back(library)
+            if isinstance(error, OSError):
+                raise LibraryUnusable(f"{library.file} cannot be opened: {error.strerror}") from error
+            raise
+        self._unsettled.add(library.build)
+        return library
+
+    def take_back(self, library: Library) -> None:
+        """Remove a copy whose container was not admitted."""
+        self._held.drop(library.build)
+        self._unsettled.discard(library.build)
+        remove(library)
+
+    def keep(self, about: About) -> None:
+        """Have a container's copy whole, open and on disk. Raises LibraryUnusable, AccessRefused."""
+        if not about.build:
+            return
+        library = self.of(about)
+        if self._original and self._original.mend(about.build):
+            self._held.drop(about.build)
+            log.info("library_restored", pod=about.pod_key, file=str(library.file))
+        try:
+            if about.build in self._unsettled:
+                settle(self._held, library)
+                self._unsettled.discard(about.build)
+            else:
+                hold(self._held, library)
+        except OSError as error:
+            text = f"{library.file} is kept from the agent: {error.strerror or error}"
+            # Who keeps a file of many from the agent is not to be known.
+            refused = library.own and error.errno in REFUSALS
+            raise (AccessRefused if refused else LibraryUnusable)(text) from error
+
+    def remove_unused(self, used: Collection[str]) -> None:
+        """Remove all but these builds; a problem is logged."""
+        for build in self._held.keys() - set(used):
+            self._held.drop(build)
+        self._unsettled.intersection_update(used)
+        try:
+            remove_unused(self._state, used)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("libraries_not_removed", problem=str(error))
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._held.close()

@@ -9,7 +9,7 @@ import structlog
 from agent.vgpu.folders import About
 
 if TYPE_CHECKING:
-    from agent.cluster.namespaces import NamespaceLabels
+    from agent.cluster.pods import NamespaceLabels
 
 log = structlog.get_logger()
 

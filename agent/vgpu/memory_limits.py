@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from agent.injection.specification import VENDOR
-from agent.kit import atomic_file
+from agent.kit import files
 from agent.model.demand import VGPU
 
 KIND = f"{VENDOR}/memory"
@@ -33,4 +33,4 @@ def write(folder: Path, most_units: int) -> None:
         for units in range(1, most_units + 1)
     ]
     content = {"cdiVersion": CDI_VERSION, "kind": KIND, "devices": devices}
-    atomic_file.write(folder, FILE, json.dumps(content, separators=(",", ":")).encode())
+    files.write(folder, FILE, json.dumps(content, separators=(",", ":")).encode())

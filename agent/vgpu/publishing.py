@@ -8,7 +8,7 @@ from typing import Any
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Series
+from agent.telemetry.series import Series
 from agent.vgpu.compute import ComputeShare
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import Place, key_of

@@ -18,11 +18,11 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from agent.kit.cell import Cell
-from agent.kit.follow import repeat
+from agent.kit.tasks import repeat
 from agent.lists.shared_pair import SharedPair
 from agent.model.demand import VGPU
-from agent.model.ledger import PairMember
-from agent.pairing.pod_access import PairRefused
+from agent.model.holding import PairMember
+from agent.pairing.resolver import PairRefused
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About
 from agent.vgpu.isolation_errors import IsolationError

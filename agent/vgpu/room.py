@@ -15,14 +15,12 @@ import msgspec
 import structlog
 
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Allocation
+from agent.kubelet.wire import Allocation
 from agent.model.demand import VGPU
-from agent.model.growth import Growth
-from agent.model.holding import Holding, Record
+from agent.model.holding import Growth, Holding, Record
 from agent.model.mount import Mount
 from agent.vgpu import memory_limits
 from agent.vgpu.contexts import Contexts
-from agent.vgpu.copies import Copies
 from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, Place, key_of
 from agent.vgpu.isolation_errors import (
     AccessRefused,
@@ -30,13 +28,12 @@ from agent.vgpu.isolation_errors import (
     IsolationError,
     LibraryUnusable,
     OtherLayout,
+    Problems,
     short_of_space,
 )
 from agent.vgpu.layout import CountedUsage
-from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER
-from agent.vgpu.library_copies import LibraryCopies
+from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER, Copies, LibraryCopies
 from agent.vgpu.limits import ContainerLimits, Enforcement
-from agent.vgpu.problems import Problems
 
 log = structlog.get_logger()
 

@@ -5,25 +5,108 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 import anyio
+import structlog
 
-from agent.kubelet.plugin_types import ResourcePlugin
-from agent.lists.pairs import pairs_collector
-from agent.model.compat import hooked, vgpu_warning
+from agent.injection.inject import Injector
+from agent.inventory.snapshot import Snapshot
+from agent.kit.cell import Cell
+from agent.kubelet.wire import Allocation, Reason, Refused, ResourcePlugin
+from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing, pairing_of, pairs_collector
+from agent.model.cuda import hooked, vgpu_warning
 from agent.model.demand import VGPU
-from agent.model.growth import Growth, by_gpu
-from agent.model.growth import Place as PlaceOfContainer
-from agent.model.holding import Holding
+from agent.model.gpu import Driver, Gpu
+from agent.model.holding import Growth, Holding, PairMember, by_gpu
+from agent.model.holding import Place as PlaceOfContainer
 from agent.model.look import Look
 from agent.model.modes import Mode
 from agent.modes.wing import Document, Machine, Node, Task, Wing
 from agent.nvml.port import NvmlPort
+from agent.pairing.pair_rules import Grant
 from agent.settings import Settings
 from agent.telemetry import definitions as d
-from agent.telemetry.reading import Series
-from agent.vgpu import library, memory_limits, plugin
+from agent.telemetry.series import Series
+from agent.vgpu import library, memory_limits
 from agent.vgpu.folders import FOLDER, Place, roots
 from agent.vgpu.limits import Enforcement
 from agent.vgpu.node_limits import NodeLimits
+
+# vGPU: fractions of a GPU as `tencent.com/vcuda-core` and `tencent.com/vcuda-memory`.
+
+log = structlog.get_logger()
+
+
+class VgpuPlugin(SharedPairPlugin):
+    def __init__(
+        self,
+        shares: SharedPair,
+        member: PairMember,
+        injector: Injector,
+        inventory: Cell[Snapshot],
+        enforcement: str = "off",
+        library: str | None = None,
+    ) -> None:
+        """`enforcement`: the node's policy. `library`: that of `vgpu.library`, None: the agent's own."""
+        self._hooked = hooked(enforcement, library)
+        self._snapshot = inventory
+        self._enforcement = enforcement
+        super().__init__(shares, member, injector)
+
+    async def run(self) -> None:
+        """Keep the list true; the core member logs what is to be known of the mode."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(super().run)
+            if self._member is PairMember.CORE:
+                log.info("vgpu_in_use", enforcement=self._enforcement)
+                if self._hooked:
+                    group.start_soon(self._warn)
+
+    async def _warn(self) -> None:
+        known: Driver | None = None
+        async for snapshot in self._snapshot.values():
+            if snapshot.driver != known:
+                known = snapshot.driver
+                if warning := vgpu_warning(known):
+                    log.warning("cuda_baseline", problem=warning)
+
+
+class VgpuSharing(Sharing):
+    """Limits of containers, and units that they have grown by."""
+
+    def __init__(self, limits: NodeLimits, *, trim: bool) -> None:
+        super().__init__(VGPU, Mode.VGPU, trim=trim)
+        self._limits = limits
+
+    def grown(self, uuid: str) -> frozenset[str]:
+        return self._limits.isolation.grown.get(uuid, frozenset())
+
+    async def additions(
+        self,
+        member: PairMember,
+        grant: Grant,
+        gpus: Sequence[Gpu],  # noqa: ARG002
+    ) -> Allocation:
+        """Raises Refused, and what beginning of the limits raises."""
+        if self._limits.enforcement is Enforcement.OFF:
+            return Allocation()
+        try:
+            await self._limits.begin()
+        except TimeoutError as error:
+            text = f"the memory of container {grant.container} cannot be capped: {error}"
+            raise Refused(text, Reason.UNAVAILABLE) from error
+        return await self._limits.additions(member, grant)
+
+
+def build(node: Node, limits: NodeLimits) -> tuple[SharedPair, list[VgpuPlugin]]:
+    """Both resources."""
+    settings, inventory = node.settings, node.snapshot
+    configured = settings.vgpu
+    pairing = pairing_of(node, VGPU, configured.placement, configured.reservation_seconds)
+    sharing = VgpuSharing(limits, trim=not settings.cluster.extender)
+    shares = SharedPair(sharing, inventory, node.assignment, pairing, node.holdings.cell)
+    return shares, [
+        VgpuPlugin(shares, member, node.injector, inventory, configured.enforcement, configured.library)
+        for member in PairMember
+    ]
 
 
 class VgpuWing(Wing):
@@ -32,7 +115,7 @@ class VgpuWing(Wing):
     def __init__(self, node: Node) -> None:
         self._node = node
         self.limits = NodeLimits(node)
-        self._shares, self._plugins = plugin.build(node, self.limits)
+        self._shares, self._plugins = build(node, self.limits)
 
     @classmethod
     def checks(cls, settings: Settings, machine: Machine) -> Iterator[Look]:
@@ -58,7 +141,7 @@ class VgpuWing(Wing):
         host = settings.host
         state = Path(host.state)
         limits = (state / FOLDER, *roots(Path(host.run)).values())
-        return (state / library.FOLDER, *limits, Path(host.cdi) / memory_limits.FILE)
+        return (state / library.LIBRARY_FOLDER, *limits, Path(host.cdi) / memory_limits.FILE)
 
     @classmethod
     async def build(cls, node: Node) -> Self:

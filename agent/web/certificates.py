@@ -8,7 +8,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.kit.supervise import FatalError
+from agent.kit.tasks import FatalError
 
 log = structlog.get_logger()
 

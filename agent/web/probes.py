@@ -10,8 +10,8 @@ Every caller that reaches the port may ask, and pods belong to many tenants: no 
 
 from collections.abc import Callable, Sequence
 
-from agent.kit.supervise import Supervisor, TaskState
-from agent.model.pod_names import without_pods
+from agent.kit.tasks import Supervisor, TaskState
+from agent.model.pod import without_pods
 from agent.web.server import HttpRequest, HttpServer, Reply
 
 

@@ -21,8 +21,7 @@ import anyio.lowlevel
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
-from agent.web.connections import HEAD_SECONDS, Connection, ConnectionLimits, Connections
-from agent.web.listening import listen
+from agent.web.connections import HEAD_SECONDS, Connection, ConnectionLimits, Connections, listen
 from agent.web.protocol import BaseRequest, Protocol, Response, Server
 
 log = structlog.get_logger()

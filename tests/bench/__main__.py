@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 import structlog
 
-from agent.kit.supervise import describe
+from agent.kit.tasks import describe
 from tests.bench import report
 from tests.bench.calibration import calibrator
 from tests.bench.conditions import ROOT, Conditions, load_average, to_build

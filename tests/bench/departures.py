@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from agent.model.demand import CORES
-from agent.model.fragmentation import USUAL
+from agent.model.placement import USUAL
 from tests.bench.arrivals import BLOCKS
 
 GPUS, NODES, PODS, SEEDS = 8, 4, 1500, 6

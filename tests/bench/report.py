@@ -13,7 +13,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from agent.kit.supervise import describe
+from agent.kit.tasks import describe
 from tests.bench.calibration import LARGEST_SLOWDOWN, QUIET, Calibration
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Measurement, Taken

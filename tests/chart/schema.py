@@ -19,7 +19,7 @@ MISPLACED = {
 # Keys that the chart sets itself, also below `config`: a hint at config would lead nowhere.
 THE_CHARTS = {
     *("version", "modes", "http", "https", "cluster"),
-    *("vgpu.resize", "dra.enabled", "driver.root", "kubelet.root", "kubelet.devicePlugins"),
+    *("vgpu.resize", "dra.enabled", "mig.manage", "driver.root", "kubelet.root", "kubelet.devicePlugins"),
     *(f"host.{key}" for key in ("sysfs", "proc", "run", "cdi", "cgroups")),
 }
 

@@ -65,8 +65,21 @@ def test_by_default_nothing_is_privileged() -> None:
         (("vgpu.enabled=false", SLICES), False, True),
         (('driver.source="host"',), True, True),
         (("mps.enabled=true", "attribution.enabled=false"), True, True),
+        (("mig.manage=true", "attribution.enabled=false"), True, False),
+        (("mig.manage=true", "simulator.enabled=true"), False, False),
     ],
-    ids=["default", "off", "whole", "simulated", "on", "slices", "driver on the host", "mps"],
+    ids=[
+        "default",
+        "off",
+        "whole",
+        "simulated",
+        "on",
+        "slices",
+        "host",
+        "mps",
+        "mig",
+        "no mig",
+    ],
 )
 def test_privilege_comes_with_what_needs_it(
     settings: tuple[str, ...], privileged: bool, host_pid: bool
@@ -152,7 +165,7 @@ def test_every_host_folder_has_its_reason_written_down() -> None:
         mounts = pod["containers"][0]["volumeMounts"]
         return {paths[m["name"]]: not m.get("readOnly", False) for m in mounts if m["name"] in paths}
 
-    plain, shares = mounted(), mounted("mps.enabled=true", "dra.enabled=true")
+    plain, shares = mounted(), mounted("mps.enabled=true", "dra.enabled=true", "mig.manage=true")
     assert set(told) == set(plain) | set(shares)
     for path, writable in (plain | shares).items():
         assert ("only with" in told[path]) == (path not in plain), path
@@ -176,6 +189,19 @@ def test_device_nodes_are_seen_where_one_of_them_is_wanted(more: tuple[str, ...]
         mounts[name]["mountPath"] for name in ("devices", "udev") if mounts.get(name, {}).get("readOnly")
     }
     assert found == ({"/driver-root/dev", "/driver-root/run/udev"} if there else set())
+
+
+def test_instances_are_made_with_the_hosts_driver_and_its_capabilities() -> None:
+    """The driver is the host's, and nothing of it is written; of the cluster no right comes with it."""
+    pod = agent("mig.manage=true")
+    mounts = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
+    assert mounts["nvidia-caps"] == {"name": "nvidia-caps", "mountPath": "/dev/nvidia-caps"}
+    assert mounts["driver"]["readOnly"] is True
+    made = helm.template(settings=["mig.manage=true"])
+    config = yaml.safe_load(helm.one(made, "ConfigMap", "gpu-node-agent")["data"]["config.yaml"])
+    assert config["mig"] == {"manage": True}
+    assert verbs(_agent_role(made)) == AGENT_VERBS
+    assert "nvidia-caps" not in {each["name"] for each in agent()["volumes"]}
 
 
 def test_hook_needs_no_host_and_no_root() -> None:

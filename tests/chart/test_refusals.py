@@ -38,6 +38,19 @@ BAD = {
     ),
     "default mode that is off": ('config.defaultMode="mps"', ["mps.enabled is false", "switch the mode on"]),
     "claims twice": ("config.dra.enabled=true", ["config.dra.enabled", "use the value dra.enabled"]),
+    "instances made twice": ("config.mig.manage=true", ["config.mig.manage", "use the value mig.manage"]),
+    "instances of a mode that is off": (
+        ["mig.manage=true", "mig.enabled=false"],
+        ["mig.manage is true and mig.enabled is false"],
+    ),
+    "instances that nobody makes": (
+        'config.layouts={"parts": [{"gpus": [0], "mode": "mig", "mig": ["1g.18gb"]}]}',
+        ["config.layouts.parts names MIG instances", "only with mig.manage"],
+    ),
+    "runtime class with instances": (
+        ["mig.manage=true", 'runtimeClassName="nvidia"'],
+        ["mig.manage mounts", "leave runtimeClassName empty"],
+    ),
     "extended resource of no class": ("dra.extendedResource=true", ["set dra.enabled and dra.classes"]),
     "default mode dra that is off": ('config.defaultMode="dra"', ["dra.enabled is false"]),
     "modes twice": ("config.modes.mps=true", ["config.modes follows from", "mps.enabled"]),

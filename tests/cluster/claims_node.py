@@ -129,6 +129,10 @@ class ClaimsNode:
 
     def slices(self) -> list[Object]:
         """Those of this node."""
+        return [each for each in self.all_slices() if each["spec"]["driver"] == DRIVER]
+
+    def all_slices(self) -> list[Object]:
+        """Those of this node, and of other drivers, too."""
         found = self.cluster.find_all("ResourceSlice", namespace=None, api_version=RESOURCES)
         return [each for each in found if each["spec"].get("nodeName") == self.cluster.node]
 

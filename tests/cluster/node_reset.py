@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from agent.model.node_inventory import INVENTORY
 from agent.modes import cordons
+from agent.node.annotations import HOLDERS
 from agent.node.conditions import MODE_LABEL, STATE_ANNOTATION
-from agent.node.holders_annotation import HOLDERS
 from tests.cluster.rig_node import RigNode
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from agent.model.demand import CORES, VGPU
-from agent.model.fragmentation import USUAL
-from agent.model.placement import HINT
+from agent.model.placement import HINT, USUAL
 from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import Replica

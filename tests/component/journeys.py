@@ -28,7 +28,7 @@ import agent
 from agent.app.run import running
 from agent.cluster.reflector import Reflector
 from agent.kit.cell import Cell
-from agent.kit.mailbox import Mailbox
+from agent.kit.tasks import Mailbox
 from agent.model.demand import VGPU
 from agent.simulator.demo.stage import Stage, stage
 from agent.simulator.kubelet import ContainerSpec, PodSpec

@@ -13,14 +13,14 @@ import pytest
 from agent.app import run as app
 from agent.app.agent import Agent
 from agent.holdings import holdings
-from agent.kit.supervise import FatalError
+from agent.kit.tasks import FatalError
 from agent.nvml.nvml_errors import NvmlCode
 from agent.settings import ClusterSettings, HostSettings, HttpSettings, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
-from agent.whole.plugin import PgpuPlugin
+from agent.whole.wing import PgpuPlugin
 from tests.component.kubelet_room.parts import GPU, Peer, eventually, running_tasks
 
 

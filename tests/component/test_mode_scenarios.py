@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from agent._proto.v1beta1 import Device
-from agent.model.ids import parse
+from agent.model.modes import parse
 from tests.component.embedded_rig import FACES, EmbeddedRig, Face, embedded_rig
 from tests.scenarios import modes
 from tests.scenarios.lists import WAYS

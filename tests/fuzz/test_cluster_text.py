@@ -8,12 +8,9 @@ from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.objects import read_node, read_pod
 from agent.extender.pod_demand import pod_demand
 from agent.model.demand import MPS, VGPU, Demand
-from agent.model.holding import Holder, Holding
-from agent.model.ids import BadDeviceId, parse
-from agent.model.ledger import Ledger, PairHoldings, UnitPool
-from agent.model.modes import FOREIGN_VALUES, Mode
-from agent.model.node_inventory import INVENTORY, BadInventory, GpuEntry, NodeInventory, decode, encode
-from agent.model.node_layout import Entry
+from agent.model.holding import Holder, Holding, Ledger, PairHoldings, UnitPool
+from agent.model.modes import FOREIGN_VALUES, BadDeviceId, Mode, parse
+from agent.model.node_inventory import INVENTORY, BadInventory, Entry, GpuEntry, NodeInventory, decode, encode
 from agent.model.placement import (
     ASSIGNED,
     HINT,

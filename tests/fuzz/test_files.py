@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.holdings.checkpoint import FILE_NAME, Checkpoint, CheckpointUnreadable
-from agent.holdings.record import Evidence, View, join
+from agent.holdings.record import FILE_NAME, Checkpoint, CheckpointUnreadable, Evidence, View, join
 from agent.injection.inject import TOOLKIT_KIND, NodeSoftware, choose, toolkit_devices
 from agent.model.holding import Holding, Record
 from agent.settings import Settings

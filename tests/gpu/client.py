@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from agent.model.mps_abilities import PIPE_DIRECTORY
+from agent.model.cuda import PIPE_DIRECTORY
 from agent.mps import launcher
 from tests.gpu import cuda as driver
 from tests.gpu import kernels, programs

@@ -14,7 +14,7 @@ import anyio.to_thread
 from agent.nvml.binding import NvmlBinding
 from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import SampleRequest
-from agent.vgpu.correction import corrected, rivals
+from agent.vgpu.compute import corrected, rivals
 from tests.gpu.limits import Capped
 
 SECONDS = 1.0

@@ -20,8 +20,8 @@ import anyio.to_thread
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from agent.model.cuda import PIPE_DIRECTORY
 from agent.model.gpu import Gpu
-from agent.model.mps_abilities import PIPE_DIRECTORY
 from agent.mps import processes
 from agent.mps.binary import Program
 from agent.mps.compute_mode import ComputeModes

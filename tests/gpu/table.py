@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agent.model.mps_abilities import limits
+from agent.model.cuda import limits
 from tests.gpu.rig import Rig, make, remove
 
 CLIENTS = (1, 3, 5, 7)

@@ -6,7 +6,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.model.mps_abilities import limits
+from agent.model.cuda import limits
 from agent.mps.daemon_status import DaemonState, EventReason
 from agent.mps.parse import ServerState
 from agent.nvml.port import ComputeMode

@@ -50,6 +50,13 @@ nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned i
     return NVML_SUCCESS;
 }
 
+/* Instances are made by other means here, so that no GPU names a profile. */
+nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfo(nvmlDevice_t device, unsigned int profile, nvmlGpuInstanceProfileInfo_t *info) {
+    (void)profile;
+    SIM_NEED(info != NULL && sim_slot(device) >= 0);
+    return NVML_ERROR_NOT_SUPPORTED;
+}
+
 nvmlReturn_t nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvmlDevice_t device, nvmlDevice_t *found) {
     SIM_NEED(found != NULL && sim_part_slot(device) >= 0);
     SIM_GPU(nvmlDeviceGetDeviceHandleFromMigDeviceHandle);

@@ -79,7 +79,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--log", action="store_true", help="print the agent's log")
     parser.add_argument("--report", type=Path, help="write the figures there")
     options = parser.parse_args()
-    everything = Shape(mps=True, resize=True, extender=True)
+    everything = Shape(mps=True, resize=True, extender=True, claims=True, mig=True)
     known = {each.name for each in (*families(everything), *later_families(everything))}
     if unknown := set((options.faults or "none").split(",")) - known - {"none"}:
         parser.error(

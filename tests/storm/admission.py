@@ -14,8 +14,7 @@ import anyio
 
 from agent.app.agent import Agent
 from agent.model.demand import CORES, MPS, VGPU
-from agent.model.ids import parse
-from agent.model.modes import Mode
+from agent.model.modes import Mode, parse
 from agent.model.units import ResourcePair, Unit
 from agent.simulator.kubelet.api_server import Pod
 from agent.simulator.kubelet.device_tables import Allocation

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember
 from agent.pairing.pair_rules import Grant
 from agent.pairing.pairing import Pairing
 from agent.simulator.kubelet.devices import DeviceManager

@@ -24,7 +24,7 @@ from agent.app import reload
 from agent.injection import inject
 from agent.kit import inotify
 from agent.kubelet import endpoint
-from agent.modes import sources
+from agent.modes import desired
 from agent.mps import daemon_logs
 from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet import containers, podresources_server, registry
@@ -146,7 +146,7 @@ def install() -> None:
     cheaper_api.install()
     for name in ("fsync", "fdatasync"):
         setattr(os, name, lambda _: None)
-    for room in (inotify, endpoint, daemon_logs, reload, sources):
+    for room in (inotify, endpoint, daemon_logs, reload, desired):
         room.watching = _watching  # type: ignore[attr-defined]
     registry._sockets = _sockets_if_changed
     library._check_executable = lambda folder, descriptor: None  # noqa: ARG005

@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from agent.kit import atomic_file
+from agent.kit import files
 
 REPORT = Path(__file__).parents[2] / "build" / "storm.json"
 # In the order in which they stand; figures of other names follow.
@@ -48,7 +48,7 @@ def write(report: Path, **figures: Figure) -> None:
     """Write these figures alone. Raises OSError."""
     names = [name for name in NAMES if name in figures] + sorted(figures.keys() - set(NAMES))
     text = json.dumps({name: figures[name] for name in names}, indent=2)
-    atomic_file.write(report.parent, report.name, text.encode() + b"\n")
+    files.write(report.parent, report.name, text.encode() + b"\n")
 
 
 def _read(report: Path) -> dict[str, Figure]:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import anyio
 
 from agent.model.demand import VGPU
-from agent.model.ids import parse
-from agent.model.modes import MODE_OF_UNIT, Mode
+from agent.model.modes import MODE_OF_UNIT, Mode, parse
 from agent.model.placement import ASSIGNED, HINT
-from agent.modes.switch_state import Phase
+from agent.modes.planner import Phase
 from agent.simulator.kubelet.api_server import Pod
 from tests.storm.attribution import Limits
+from tests.storm.claim_rules import ClaimRules
 from tests.storm.excuses import Excuses
 from tests.storm.grown import grown_of
 from tests.storm.holders import MODES, Held, Holders
@@ -69,6 +69,7 @@ class Invariants:
         self._views = Views(world)
         self._mps = MpsService(world)
         self._limits = Limits(world)
+        self._claims = ClaimRules(world)
         self._lingerers = Lingerers(world, self.excuses)
         world.on_write.append(self._assigned)
         self._each: tuple[Callable[[], None], ...] = (
@@ -86,6 +87,8 @@ class Invariants:
             self._mps_serves,
             self._lingerers_keep_their_gpu,
             self._limits_stay,
+            self._parts_stay,
+            self._claims_are_kept,
         )
 
     def event(self) -> None:
@@ -214,8 +217,16 @@ class Invariants:
         if text := self._lingerers.offered():
             raise Violation(text)
 
+    def _parts_stay(self) -> None:
+        if text := self._world.parts.wrong(self._world):
+            raise Violation(text)
+
     def _limits_stay(self) -> None:
         if text := self._limits.gone():
+            raise Violation(text)
+
+    def _claims_are_kept(self) -> None:
+        if text := self._claims.wrong(self._modes):
             raise Violation(text)
 
     def _assigned(self, method: str, path: str, body: object) -> None:

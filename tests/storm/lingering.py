@@ -5,7 +5,7 @@ import shutil
 import anyio
 
 from agent.app.agent import Agent
-from agent.model.ids import SEPARATOR
+from agent.model.modes import SEPARATOR
 from tests.storm.excuses import Excuses
 from tests.storm.lives import AgentRun
 from tests.storm.world import World

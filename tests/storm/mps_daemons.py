@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import anyio
 
-from agent.model.mps_abilities import PIPE_DIRECTORY
+from agent.model.cuda import PIPE_DIRECTORY
 from agent.mps import connections, control_commands, launch, probing, processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.connections import PeersSeen

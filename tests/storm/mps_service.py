@@ -3,8 +3,7 @@
 import anyio
 
 from agent.model.demand import MPS
-from agent.model.ids import SEPARATOR
-from agent.model.modes import Mode
+from agent.model.modes import SEPARATOR, Mode
 from tests.storm.world import World
 
 DEAD_SECONDS = 15.0  # that units may be offered whose daemon is dead

@@ -114,7 +114,16 @@ BY_TESTS = {
         "test_a_rejected_pods_promise_ends_with_its_status_though_the_kubelet_lists_it"
     ),
 }
-HUNTS = NAMED | OTHERS | HOLDERS
+# Found by the first storms with claims (DRA), before they were mutants.
+CLAIM_FAULTS = (
+    "claims,claims meddled with,labels,gpus,nvml,agent killed,agent terminated,agent updated,kubelet,"
+    "api away,api refuses,api slow,api silent,mps daemons"
+)
+CLAIMS = {
+    "devices_leave_with_their_gpu": Hunt(1, 150, "has left the list", "claims,labels", "dense"),
+    "claims_choose_nothing_over_a_restart": Hunt(401, 100, "runs claims as", CLAIM_FAULTS, "dense"),
+}
+HUNTS = NAMED | OTHERS | HOLDERS | CLAIMS
 
 
 class DoesNotApply(Exception):

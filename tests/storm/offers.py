@@ -6,8 +6,7 @@ from functools import cache
 import anyio
 
 from agent.model.demand import CORES, MPS, VGPU
-from agent.model.ids import SEPARATOR
-from agent.model.modes import Mode
+from agent.model.modes import SEPARATOR, Mode
 from agent.model.units import ResourcePair
 from tests.storm.admission import OFFER_SECONDS
 from tests.storm.excuses import Excuses

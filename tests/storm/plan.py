@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from agent.model.modes import Mode
-from tests.storm.acts import ACTS, USERS, Act, families, later_families, name_of
+from tests.storm.acts import ACTS, CLAIMS, USERS, Act, families, later_families, name_of
 from tests.storm.tempo import BUSY, FEWER, SPARSE, tempo_of
 from tests.storm.world import Shape
 
@@ -70,19 +70,26 @@ def planned(
         chosen += [family for family in later_families(shape) if later.random() < 0.4]
     if wanted is not None:
         shape = Shape(
-            mps=shape.mps or not wanted.isdisjoint(("mps daemons", "mps clients")),
+            mps=shape.mps or not wanted.isdisjoint(("mps daemons", "mps clients", CLAIMS.name)),
             resize=shape.resize or "resizes" in wanted,
             extender=any("extender" in each for each in wanted),
+            mig=not wanted.isdisjoint(("instances", "instance faults")),
+            claims=CLAIMS.name in wanted,
         )
         known = (*families(shape), *later_families(shape))
         chosen = [family for family in known if family.name in wanted]
     weights = {act: weight * BUSY[tempo] for act, weight in USERS.weights.items()}
     for family in chosen:
         weights |= family.weights
-    label = rng.choice(("pgpu", "vgpu", "mixed", *(("mps", "shared") if shape.mps else ())))
+    if shape.claims:
+        weights |= {act: weight * BUSY[tempo] for act, weight in CLAIMS.weights.items()}
+    words = ("pgpu", "vgpu", "mixed", *(("mps", "shared") if shape.mps else ()))
+    label = rng.choice((*words, "dra", "dra", "dra", "doors", "others") if shape.claims else words)
+    label = "parts" if shape.mig else label
     pause = rng.choice((0.0, 0.5, 3.0))
     acts = rng.choices(list(weights), list(weights.values()), k=steps)
-    calm = rng.choice((Mode.VGPU, Mode.PGPU, *((Mode.MPS, Mode.MPS) if shape.mps else ())))
+    modes = (Mode.VGPU, Mode.PGPU, *((Mode.MPS, Mode.MPS) if shape.mps else ()))
+    calm = rng.choice((*modes, Mode.DRA, Mode.DRA, Mode.DRA) if shape.claims else modes)
     events = [(name_of(act), number) for number, act in enumerate(acts) if number not in skip]
     sockets = tempo == SPARSE or random.Random(f"sockets of {seed}").random() < 0.2
     names = [family.name for family in chosen]

@@ -41,6 +41,14 @@ LIMITS: tuple[tuple[Limits, str], ...] = (
     (_memory_only, VGPU.core),
     (_whole_card, VGPU.core),
 )
+PARTS = tuple(f"nvidia.com/mig-{profile}" for profile in ("1g.2gb", "1g.3gb", "2g.3gb", "3g.6gb"))
+
+
+def _part_of(resource: str) -> Limits:
+    return lambda rng: {resource: rng.choice((1, 1, 1, 2))}
+
+
+PART_LIMITS: tuple[tuple[Limits, str], ...] = tuple((_part_of(each), each) for each in PARTS) * 2
 MPS_LIMITS: tuple[tuple[Limits, str], ...] = (*LIMITS, *(((_mps_share, MPS.core),) * 4))
 
 
@@ -50,9 +58,11 @@ def static_pod_of(rng: random.Random, name: str, node: str) -> PodSpec:
     return PodSpec(f"{name}-{node}", (ContainerSpec("main", limits),), static=True)
 
 
-def random_pod(rng: random.Random, name: str, *, mps: bool = False, offered: Collection[str] = ()) -> PodSpec:
+def random_pod(
+    rng: random.Random, name: str, *, mps: bool = False, mig: bool = False, offered: Collection[str] = ()
+) -> PodSpec:
     """A pod with one to three containers that ask for GPUs, in most cases by a resource that is `offered`."""
-    known = MPS_LIMITS if mps else LIMITS
+    known = (*(MPS_LIMITS if mps else LIMITS), *(PART_LIMITS if mig else ()))
     if rng.random() < 0.8:
         known = tuple(each for each in known if each[1] in offered) or known
     limits = rng.choice(known)[0]

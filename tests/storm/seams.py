@@ -21,7 +21,7 @@ from yarl import URL
 
 import agent.cluster.api
 from agent._proto import v1
-from agent.holdings.checkpoint import Checkpoint
+from agent.holdings.record import Checkpoint
 from agent.nvml import worker_thread
 from agent.simulator.events import EventReader, RawEvent
 from agent.simulator.faults import FaultTable

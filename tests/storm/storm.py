@@ -11,9 +11,10 @@ from pathlib import Path
 import anyio
 from aiohttp import web_app
 
-from tests.storm import attribution, cheaper
-from tests.storm.acts import USERS, Act, calm
+from tests.storm import attribution, cheaper, parts
+from tests.storm.acts import CLAIMS, USERS, Act, calm
 from tests.storm.admission import observe
+from tests.storm.claim_rules import check_claims_settle
 from tests.storm.clock import CLOCK
 from tests.storm.excuses import Excuses
 from tests.storm.invariants import Invariants, Violation
@@ -62,12 +63,12 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
             await anyio.sleep(plan.pause)
             invariants = Invariants(made)
             # The outer one first: it ends last.
-            ends = [attribution.observe(invariants.found.append)]
+            ends = [attribution.observe(invariants.found.append), parts.observe(made)]
             end = observe(made, invariants.excuses, invariants.found.append)
             try:
                 for number, act in plan.acts():
                     own = random.Random(f"{seed}/{number}")
-                    fault = act not in USERS.weights
+                    fault = act not in USERS.weights and act not in CLAIMS.weights
                     outcome.steps += 1
                     outcome.faults += fault
                     invariants.event()
@@ -79,6 +80,8 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
                     invariants.look()
                 outcome.history.append(f"calm {CLOCK.now:.6f}")
                 await calm(made)
+                if text := await check_claims_settle(made):
+                    raise Violation(text)
                 await check_calm(made, plan.calm)
                 invariants.look()
                 _extenders_live(made)
@@ -86,7 +89,8 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
                 outcome.violation = str(violation)
             finally:
                 end()
-                ends.pop()()
+                while ends:
+                    ends.pop()()
             outcome.checks = invariants.looks
             outcome.excuses = invariants.excuses
             outcome.history.append(_state(made))

@@ -32,7 +32,7 @@ LONGEST = {
 BEYOND = {
     "cluster.event_recorder.KEPT_SECONDS": "how long an event is counted on rather than written anew",
     "holdings.holdings.REWRITE_LONGEST_SECONDS": "a longest pause between tries, which begin at 30 s",
-    "modes.retry.LONGEST_SECONDS": "a longest pause between tries, which begin at 5 s",
+    "modes.planner.LONGEST_SECONDS": "a longest pause between tries, which begin at 5 s",
     "modes.switcher.IDLE_SECONDS": "a look of an idle switcher, which changes wake at once",
     "mps.probing.REPORT_SECONDS": "how often a meddled setting is reported",
     "node.capacity.LONGEST_AGAIN_SECONDS": "a longest pause between tries, which begin at 60 s",

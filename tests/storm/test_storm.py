@@ -15,6 +15,7 @@ import pytest
 from tests.storm import figures
 from tests.storm.acts import families, later_families
 from tests.storm.memory import _size
+from tests.storm.mutants import CLAIM_FAULTS
 from tests.storm.plan import SEEDS, planned, read
 from tests.storm.tempo import SPARSE
 from tests.storm.world import Shape
@@ -28,6 +29,7 @@ FIXED = {
     "bursts": (28, 90012, 300001, 100004, 62, 44, 59),
     "dense": (63, 12, 5, 3, 70005, 33, 90015, 32, 90001, 37, 7, 2, 53, 38),
 }
+WITH_CLAIMS = "103,206,104,301"
 STEPS = 6000  # of each that is dense
 LEAST_STEPS, ALL_STEPS = 6000, 100_000
 # Of `make test`, and of `make test-long`, which makes all 10^5 steps but on a slow or busy machine: no storm
@@ -66,13 +68,24 @@ def test_fixed_storms_find_nothing(seconds: float, tmp_path: Path) -> None:
     assert found["steps"] >= (ALL_STEPS if perf_counter() - began < seconds else LEAST_STEPS)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seconds", [5.0, pytest.param(60.0, marks=pytest.mark.long)])
+def test_fixed_storms_with_claims_find_nothing(seconds: float, tmp_path: Path) -> None:
+    """No seed draws claims: what other storms are would change."""
+    limits = ("--steps", "800", "--seconds", str(seconds), "--no-shrink", "--tempo", "dense", "--jobs", "2")
+    code, said, found = _storms(tmp_path / "report", "--only", WITH_CLAIMS, "--faults", CLAIM_FAULTS, *limits)
+    print(json.dumps(figures.add(**{key: found[key] for key in KEYS})))
+    assert code == 0, said[-12_000:]
+    assert found["steps"] >= 800
+
+
 def test_fixed_storms_have_faults_of_every_family() -> None:
     plans = {seed: planned(seed, STEPS) for each in FIXED.values() for seed in each}
     assert sum(len(plan.events) for plan in plans.values()) >= ALL_STEPS
     assert {tempo: tuple(plans[seed].tempo for seed in seeds) for tempo, seeds in FIXED.items()} == {
         tempo: (tempo,) * len(seeds) for tempo, seeds in FIXED.items()
     }
-    everything = Shape(mps=True, resize=True, extender=True)
+    everything = Shape(mps=True, resize=True, extender=True)  # those with instances have a test of their own
     known = {family.name for family in (*families(everything), *later_families(everything))}
     for part in (plans.values(), [plan for plan in plans.values() if plan.tempo != SPARSE]):
         assert {name for plan in part for name in plan.families} == known
@@ -81,6 +94,15 @@ def test_fixed_storms_have_faults_of_every_family() -> None:
     for each in (lambda plan: plan.sockets, lambda plan: plan.shape.mps, lambda plan: plan.shape.resize):
         assert 0 < sum(map(each, dense)) < len(dense)
     assert 0 < sum(plan.shape.extender for plan in dense) < len(dense)
+
+
+@pytest.mark.timeout(300)
+def test_storms_with_instances_find_nothing(tmp_path: Path) -> None:
+    faults = "instances,instance faults,gpus,labels,agent killed"
+    arguments = ("--seed", "3", "--seeds", "1", "--steps", "150", "--tempo", "dense", "--no-shrink")
+    code, said, found = _storms(tmp_path / "report", *arguments, "--faults", faults)
+    assert code == 0, said[-12_000:]
+    assert found["failures"] == 0
 
 
 @pytest.mark.timeout(300)

@@ -1,12 +1,14 @@
 """The world of a storm: GPUs, a kubelet, an API server, MPS daemons and one node agent in this process."""
 
 import contextvars
+import json
 import random
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import anyio
@@ -14,15 +16,18 @@ from aiohttp import web
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
+from agent.model.claim_device import DRIVER, WORDS
 from agent.modes.desired import LABEL
 from agent.node.taint import TAINT
 from agent.settings import (
     ClusterSettings,
+    Dra,
     HealthSettings,
     HostSettings,
     HttpSettings,
     Kubelet,
     LayoutEntry,
+    Mig,
     Modes,
     Mps,
     Sampling,
@@ -30,8 +35,10 @@ from agent.settings import (
     Vgpu,
 )
 from agent.simulator.kubelet import EmbeddedKubelet
+from agent.simulator.kubelet.embedded import Face
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.kubelet.pod_specs import PodSpec
+from agent.simulator.kubelet.resource_objects import CLASSES
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.profile import places
 from agent.simulator.profiles import profile_named
@@ -43,6 +50,7 @@ from tests.storm.extenders import Replicas
 from tests.storm.lives import AgentRun
 from tests.storm.mps_daemons import DaemonTable
 from tests.storm.neighbours import Neighbour
+from tests.storm.parts import Parts
 
 # Few units, so that lists are short: what storms look for does not depend on their number. Two GPUs, and one
 # that may be plugged in.
@@ -51,6 +59,17 @@ PROFILE = replace(
     _L40S, model=replace(_L40S.model, memory_mib=12 << 10), places=places("41 81 c1", (0, "0-95,192-287"))
 )
 SPARE = 2
+PARTED = 1  # slot of the GPU in MIG mode, where there is one
+WITH_MIG = replace(PROFILE, model=replace(PROFILE.model, mig_capable=True))
+PARTS: dict[str, tuple[str, ...]] = {
+    "parts": ("3g.6gb", "1g.2gb", "1g.2gb"),
+    "halves": ("3g.6gb", "2g.3gb", "1g.3gb"),
+    "as-they-are": (),
+}
+DOORS = {
+    "doors": [LayoutEntry(gpus=["0"], mode="dra"), LayoutEntry(gpus=["rest"], mode="vgpu")],
+    "others": [LayoutEntry(gpus=["0"], mode="pgpu"), LayoutEntry(gpus=["rest"], mode="dra")],
+}
 LIBRARY = "library.so"
 API_SOCKET = "api.sock"
 AGENT_CGROUP = f"0::/kubepods/pod{UUID(int=1)}/{'a' * 64}"
@@ -63,13 +82,16 @@ class Shape:
     mps: bool = False
     resize: bool = False  # limits of vGPU containers are followed, and may be changed while they run
     extender: bool = False  # kube-scheduler asks one, of which there are two replicas
+    mig: bool = False  # a GPU is in MIG mode, and layouts name its instances
+    claims: bool = False  # GPUs may be devices of DRA; of storms that ask for it alone
 
     @classmethod
     def of(cls, rng: random.Random, seed: int) -> "Shape":
         """A shape that the seed chose."""
         # By a draw of its own: storms without an extender are what they were before there was one.
         extender = random.Random(f"extender of {seed}").random() < 0.3
-        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender)
+        mig = not extender and random.Random(f"parts for {seed}").random() < 0.12
+        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender, mig=mig)
 
 
 class World:
@@ -83,13 +105,17 @@ class World:
         self.group = group
         self.shape = shape
         self.spare = SPARE
-        self.kubelet = EmbeddedKubelet(folder / "k", seed=seed, cdi_folder=folder / "cdi")
+        face: Face = "1.37" if shape.claims else "1.36"
+        self.kubelet = EmbeddedKubelet(
+            folder / "k", pod_resources_face=face, seed=seed, cdi_folder=folder / "cdi"
+        )
         self.kubelet_up = anyio.Event()
         self.kubelet_up.set()
         self.kubelet_began = 0.0  # when it started last
         self.kubelet_delay = seams.KUBELET.delay
         self.checkpoint: tuple[bytes, bytes] | None = None  # as it was, and torn
         self.neighbour = Neighbour(seed)
+        self.parts = Parts()
         self.http = HttpApi(self.kubelet.api)
         self.http.interfere = self.interfere
         self.daemons = DaemonTable(folder / "proc")
@@ -133,7 +159,11 @@ class World:
                 "shared": [LayoutEntry(gpus=["0"], mode="mps"), LayoutEntry(gpus=["rest"], mode="vgpu")]
                 if self.shape.mps
                 else [LayoutEntry(gpus=["0-99"], mode="vgpu")],
+                **(self._parted() if self.shape.mig else {}),
+                **(DOORS if self.shape.claims else {}),
             },
+            dra=Dra(enabled=self.shape.claims),
+            mig=Mig(manage=self.shape.mig),
             http=HttpSettings(address="127.0.0.1", port=0),
             kubelet=Kubelet(root=str(self.kubelet.root)),
             cluster=ClusterSettings(
@@ -150,6 +180,13 @@ class World:
             health=HealthSettings(kernel_log=None, probe_seconds=4.0),
             sampling=Sampling(interval_seconds=30.0),
         )
+
+    def _parted(self) -> dict[str, list[LayoutEntry]]:
+        rest = LayoutEntry(gpus=["rest"], mode="vgpu")
+        parted: list[str | int] = [self.machine.uuid(PARTED)]
+        return {
+            word: [LayoutEntry(gpus=parted, mode="mig", mig=names), rest] for word, names in PARTS.items()
+        }
 
     # The agent
 
@@ -200,6 +237,8 @@ class World:
         meanwhile()
         if reboot:
             self.kubelet._machine.containers.reboot()
+            self.machine.reboot()
+            self.parts.others.clear()
             shutil.rmtree(self.folder / "run", ignore_errors=True)
 
         async def start() -> None:
@@ -249,7 +288,7 @@ class World:
         if self.api_delay:
             await anyio.sleep(self.api_delay)
         if write:
-            body = await request.json()
+            body = None if request.method == "DELETE" else await request.json()
             self.writes.append((anyio.current_time(), f"{request.method} {request.path}"))
         if self.api_faults:
             status = self.api_faults.pop()
@@ -280,7 +319,9 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
     CLOCK.stepped = 0.0
     seams.KUBELET.calm()
     seams.KUBELET.delay[0] = 0.0
-    machine = SimulatedMachine.create(PROFILE, hidden=[SPARE])
+    machine = SimulatedMachine.create(WITH_MIG if shape.mig else PROFILE, hidden=[SPARE])
+    if shape.mig:
+        machine.set_mig(PARTED, enabled=True)
     for each in ("bin", "cdi", "proc", "sys", "cgroup"):
         (folder / each).mkdir()
     # The host's processes as far as they tell that they are the host's, and the agent among them.
@@ -290,8 +331,13 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
     program = folder / "bin" / "nvidia-cuda-mps-control"
     program.touch(mode=0o755)
     (folder / "bin" / LIBRARY).write_bytes(ELF)  # nobody loads it
+    if shape.claims:
+        _write_specification(folder / "cdi", [machine.uuid(slot) for slot in range(SPARE + 1)])
     async with anyio.create_task_group() as group:
         made = World(folder, machine, group, seed, shape)
+        if shape.claims:
+            for word in WORDS.values():
+                made.kubelet.api.resources.create(CLASSES, _device_class(word))
         mps_daemons.install(made.daemons)
         group.start_soon(made.follow_taint)
         async with made.kubelet.running(), made.http.serving(socket):
@@ -308,3 +354,15 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
                     await made.kubelet_up.wait()
                 made.daemons.close()
             group.cancel_scope.cancel()
+
+
+def _write_specification(folder: Path, uuids: list[str]) -> None:
+    """CDI devices of the GPUs, as NVIDIA's toolkit has them: claims bring GPUs by CDI alone."""
+    devices = [{"name": uuid, "containerEdits": {"env": [f"GPU={uuid}"]}} for uuid in uuids]
+    spec = {"cdiVersion": "0.6.0", "kind": "nvidia.com/gpu", "devices": devices}
+    (folder / "nvidia.json").write_text(json.dumps(spec))
+
+
+def _device_class(word: str) -> Mapping[str, Any]:
+    rule = f"device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].mode == '{word}'"
+    return {"metadata": {"name": f"gpu-{word}"}, "spec": {"selectors": [{"cel": {"expression": rule}}]}}

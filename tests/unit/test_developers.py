@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from agent.model.mps_abilities import MEMORY_LIMIT, THREAD_PERCENTAGE
+from agent.model.cuda import MEMORY_LIMIT, THREAD_PERCENTAGE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "developers.md"
 ASKED = (

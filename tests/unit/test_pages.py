@@ -12,8 +12,8 @@ import yaml
 from agent.app.build_telemetry import HTTPS_LIMITS
 from agent.extender.app import PLAIN_LIMITS, TLS_LIMITS
 from agent.extender.settings import ExtenderSettings
+from agent.model.cuda import CLIENT_CEILINGS
 from agent.model.modes import Mode
-from agent.model.mps_abilities import CLIENT_CEILINGS
 from agent.mps.connections import HOST_SECONDS
 from agent.mps.daemon_logs import LARGE_BYTES
 from agent.mps.shared_memory import LOG_BYTES

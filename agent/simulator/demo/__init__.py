@@ -9,7 +9,7 @@ from typing import TextIO
 import anyio
 
 from agent.kit import logs
-from agent.kit.supervise import describe
+from agent.kit.tasks import describe
 from agent.simulator.demo.page import show_page
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import NotAsTold, stage

@@ -6,7 +6,7 @@ import anyio
 import anyio.to_thread
 
 from agent.app import run as app
-from agent.model.mps_abilities import THREAD_PERCENTAGE
+from agent.model.cuda import THREAD_PERCENTAGE
 from agent.simulator.demo.mps_pods import tear_down
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import Stage

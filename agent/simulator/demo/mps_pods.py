@@ -9,9 +9,9 @@ import anyio.to_thread
 
 from agent.app import run as app
 from agent.app.agent import Agent
+from agent.model.cuda import MEMORY_LIMIT, THREAD_PERCENTAGE
 from agent.model.demand import CORES, MPS
 from agent.model.modes import Mode
-from agent.model.mps_abilities import MEMORY_LIMIT, THREAD_PERCENTAGE
 from agent.nvml.port import ComputeMode
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import Stage

@@ -17,7 +17,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
-from agent.kit.supervise import describe
+from agent.kit.tasks import describe
 
 from .api_server import Api, NodeObserver, Pod
 from .containers import ContainerView, Runtime

@@ -66,8 +66,13 @@ app.kubernetes.io/name={{ include "gna.name" . }},app.kubernetes.io/instance={{ 
 sh.helm.release.v1.{{ .Release.Name }}.v{{ .Release.Revision }}
 {{- end -}}
 
+{{- /* Whether instances are made: NVML's calls for that take the host's device nodes and its privilege. */ -}}
+{{- define "gna.parts" -}}
+{{- if and .Values.mig.enabled .Values.mig.manage (not .Values.simulator.enabled) }}true{{ end -}}
+{{- end -}}
+
 {{- define "gna.hostDriver" -}}
-{{- if and (not .Values.simulator.enabled) (or .Values.mps.enabled (eq (include "gna.source" .) "host")) }}true{{ end -}}
+{{- if and (not .Values.simulator.enabled) (or .Values.mps.enabled (include "gna.parts" .) (eq (include "gna.source" .) "host")) }}true{{ end -}}
 {{- end -}}
 
 {{- /* The driver root as the agent sees it: the host's own root cannot be mounted at /. */ -}}
@@ -146,6 +151,10 @@ modes:
   vgpu: {{ .Values.vgpu.enabled }}
   mps: {{ .Values.mps.enabled }}
   mig: {{ .Values.mig.enabled }}
+{{- if .Values.mig.manage }}
+mig:
+  manage: true
+{{- end }}
 {{- if .Values.dra.enabled }}
 dra:
   enabled: true

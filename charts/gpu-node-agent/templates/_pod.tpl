@@ -130,6 +130,11 @@ seccompProfile:
   {{- end }}
   readOnly: true
 {{- end }}
+{{- if include "gna.parts" . }}
+# Nodes by which the driver knows who may make instances, and those of instances that come later.
+- name: nvidia-caps
+  mountPath: /dev/nvidia-caps
+{{- end }}
 {{- if include "gna.companions" . }}
 # To be seen: without privilege none of them can be opened.
 - name: devices
@@ -189,6 +194,10 @@ seccompProfile:
 {{- else if not .Values.simulator.enabled }}
 - name: driver-files
   hostPath: {path: {{ eq (include "gna.hostRoot" .) "/" | ternary "/usr" (include "gna.hostRoot" .) | quote }}}
+{{- end }}
+{{- if include "gna.parts" . }}
+- name: nvidia-caps
+  hostPath: {path: /dev/nvidia-caps, type: DirectoryOrCreate}
 {{- end }}
 {{- if include "gna.companions" . }}
 - name: devices

@@ -67,10 +67,10 @@
 {{- include "gna.refuse" (list $ (printf "config.%s follows from other values of this chart: use pgpu.enabled, vgpu.enabled, mps.enabled, port or simulator instead" $key)) -}}
 {{- end -}}
 {{- end -}}
-{{- range $block, $keys := dict "kubelet" (list "root" "devicePlugins") "driver" (list "root" "devRoot") "host" (list "state" "run" "cdi" "cgroups" "sysfs") "cluster" (list "nodeName" "kubeconfig") "dra" (list "enabled") -}}
+{{- range $block, $keys := dict "kubelet" (list "root" "devicePlugins") "driver" (list "root" "devRoot") "host" (list "state" "run" "cdi" "cgroups" "sysfs") "cluster" (list "nodeName" "kubeconfig") "dra" (list "enabled") "mig" (list "manage") -}}
 {{- range $key := $keys -}}
 {{- if hasKey (dig $block dict $v.config) $key -}}
-{{- $value := get (dict "dra.enabled" "dra.enabled" "kubelet.root" "kubelet.root" "kubelet.devicePlugins" "kubelet.devicePlugins" "driver.root" "driver.hostRoot" "driver.devRoot" "driver.devRoot" "host.state" "host.state" "host.cdi" "host.cdi") (printf "%s.%s" $block $key) -}}
+{{- $value := get (dict "dra.enabled" "dra.enabled" "mig.manage" "mig.manage" "kubelet.root" "kubelet.root" "kubelet.devicePlugins" "kubelet.devicePlugins" "driver.root" "driver.hostRoot" "driver.devRoot" "driver.devRoot" "host.state" "host.state" "host.cdi" "host.cdi") (printf "%s.%s" $block $key) -}}
 {{- include "gna.refuse" (list $ (printf "config.%s.%s must fit the mounts of the DaemonSet, so the chart sets it: %s" $block $key ($value | empty | ternary "take it out" (printf "use the value %s" $value)))) -}}
 {{- end -}}
 {{- end -}}
@@ -91,6 +91,9 @@
 {{- if and (eq (dig "vgpu" "aboveCap" "report" $v.config) "end") (not (include "gna.hostPID" .)) -}}
 {{- include "gna.refuse" (list $ "config.vgpu.aboveCap is end, but without the host's process IDs nobody knows which container is above its cap: set attribution.enabled to auto or true") -}}
 {{- end -}}
+{{- if and $v.mig.manage (not $v.mig.enabled) -}}
+{{- include "gna.refuse" (list $ "mig.manage is true and mig.enabled is false: set both to true, or manage to false") -}}
+{{- end -}}
 {{- $mode := dig "defaultMode" "none" $v.config -}}
 {{- $layouts := dig "layouts" dict $v.config -}}
 {{- $words := concat (list "none" "disable" "pgpu" "vgpu" "mps" "mig" "dra") (keys $layouts | sortAlpha) -}}
@@ -104,6 +107,9 @@
 {{- range $entry := $entries -}}
 {{- if and (ne $entry.mode "off") (not (get $v $entry.mode).enabled) -}}
 {{- include "gna.refuse" (list $ (printf "config.layouts.%s has GPUs in mode %s, but %s.enabled is false: switch the mode on, or take it out of the layout" $name $entry.mode $entry.mode)) -}}
+{{- end -}}
+{{- if and $entry.mig (not $v.mig.manage) -}}
+{{- include "gna.refuse" (list $ (printf "config.layouts.%s names MIG instances, which the agent makes only with mig.manage: set that to true, or take the key mig out of the layout" $name)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -139,7 +145,8 @@
 {{- include "gna.refuse" (list $ "serviceAccount.create is false and serviceAccount.name is empty: name the account to use; the namespace's default one must not get these rights") -}}
 {{- end -}}
 {{- if and (include "gna.hostDriver" .) $v.runtimeClassName -}}
-{{- include "gna.refuse" (list $ (printf "%s mounts the host's driver and needs no NVIDIA runtime for the agent: leave runtimeClassName empty" (ternary "mps.enabled" (ternary "driver.source: host" (printf "preset: %s" $v.preset) (eq $v.driver.source "host")) $v.mps.enabled))) -}}
+{{- $source := ternary "driver.source: host" (printf "preset: %s" $v.preset) (eq $v.driver.source "host") -}}
+{{- include "gna.refuse" (list $ (printf "%s mounts the host's driver and needs no NVIDIA runtime for the agent: leave runtimeClassName empty" (ternary "mps.enabled" (ternary "mig.manage" $source (eq (include "gna.parts" .) "true")) $v.mps.enabled))) -}}
 {{- end -}}
 {{- range $key := list "nameOverride" "fullnameOverride" -}}
 {{- $name := get $v $key -}}
@@ -182,8 +189,8 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- if and $v.mps.enabled (ne (include "gna.source" .) "host") (not (has $v.driver.hostRoot (list "" "/"))) -}}
-{{- include "gna.refuse" (list $ "driver.hostRoot is set and mps.enabled takes the driver from there: say so with driver.source: host") -}}
+{{- if and (or $v.mps.enabled (include "gna.parts" .)) (ne (include "gna.source" .) "host") (not (has $v.driver.hostRoot (list "" "/"))) -}}
+{{- include "gna.refuse" (list $ (printf "driver.hostRoot is set and %s takes the driver from there: say so with driver.source: host" (ternary "mps.enabled" "mig.manage" $v.mps.enabled))) -}}
 {{- end -}}
 {{- end -}}
 

@@ -71,15 +71,15 @@ def _measured() -> Mapping[str, Taken]:
         prepares = _Prepares(node)
         cold: list[float] = []
         for number in range(5):
-            _started(node, share(f"cold-{number}", 10, 4))
+            started(node, share(f"cold-{number}", 10, 4))
             cold.append(prepares.last())
             node.clear(daemons=1)
-        warm, started = _side_by_side(node, prepares)
+        warm, taken = _side_by_side(node, prepares)
         node.label("dra")
         node.published()
         returns = [_returned(node, number) for number in range(RETURNS)]
     bound, runs = (
-        {kind: statistics.median(each[at] for each in started[kind]) for kind in started} for at in (0, 1)
+        {kind: statistics.median(each[at] for each in taken[kind]) for kind in taken} for at in (0, 1)
     )
     return {
         "dra_pod_start_over_plain_ms": Taken(runs["claim"] - runs["plugin"], PODS),
@@ -97,7 +97,7 @@ def _side_by_side(
 ) -> tuple[list[float], Mapping[str, list[tuple[float, float]]]]:
     """Times of preparations, and of pods: a share by claim, the same by plugin, and none, in turn."""
     warm: list[float] = []
-    started: dict[str, list[tuple[float, float]]] = {"plugin": [], "claim": [], "none": []}
+    taken: dict[str, list[tuple[float, float]]] = {"plugin": [], "claim": [], "none": []}
     node.run(share("keeps", 10, 4))  # the daemon stays, as that of the plugin does
     prepares.last()
     units = {SHARES.row.pair.core: 10, SHARES.row.pair.memory: 4} if SHARES.row.pair else {}
@@ -108,15 +108,15 @@ def _side_by_side(
             "none": PodSpec(f"none-{number}", (ContainerSpec("main"),)),
         }
         for kind, pod in pods.items():
-            started[kind].append(_started(node, pod))
+            taken[kind].append(started(node, pod))
             if pod.claims:
                 warm.append(prepares.last())
             node.delete(pod)
     node.clear(daemons=1)
-    return warm, started
+    return warm, taken
 
 
-def _started(node: ClaimsNode, pod: PodSpec) -> tuple[float, float]:
+def started(node: ClaimsNode, pod: PodSpec) -> tuple[float, float]:
     """Milliseconds from the POST until the pod is seen to have a node, and to run."""
     for template in templates(pod):
         node.cluster.apply(template)

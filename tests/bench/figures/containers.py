@@ -19,8 +19,8 @@ from agent.simulator.kubelet import ContainerSpec, Phase, PodSpec
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.machine import SimulatedMachine
-from agent.telemetry.page import MetricsPage
-from agent.telemetry.reading import Sources
+from agent.telemetry.rendering import MetricsPage
+from agent.telemetry.series import Sources
 from agent.web.server import HttpRequest
 from tests.bench.agent import BenchAgent
 from tests.bench.conditions import Conditions, short_folder

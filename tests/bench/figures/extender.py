@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import aiohttp
 import anyio.to_thread
 
-from agent.model.fragmentation import USUAL
-from agent.model.placement import PlacementPolicy
+from agent.model.placement import USUAL, PlacementPolicy
 from tests.bench import arrivals
 from tests.bench.conditions import Conditions
 from tests.bench.large_cluster import extender, pod, populate, post, ready, resident_mib

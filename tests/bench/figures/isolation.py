@@ -10,9 +10,8 @@ import anyio.to_thread
 
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU
-from agent.model.holding import Record
-from agent.model.ledger import PairMember
-from agent.pairing.pod_access import Recorder
+from agent.model.holding import PairMember, Record
+from agent.pairing.resolver import Recorder
 from agent.vgpu import layout
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import LIMITS, About, LimitFolders, key_of

@@ -13,9 +13,8 @@ import anyio
 import anyio.to_thread
 
 from agent.kit.cell import Cell
-from agent.model.holding import Record
-from agent.model.ledger import PairMember
-from agent.pairing.pod_access import Recorder
+from agent.model.holding import PairMember, Record
+from agent.pairing.resolver import Recorder
 from agent.vgpu.compute import Compute, ComputeRequest
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About, LimitFolders

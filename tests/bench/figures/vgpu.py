@@ -19,14 +19,13 @@ from agent.kubelet.podresources import Reader
 from agent.kubelet.service import DevicePluginService
 from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
-from agent.model.holding import Record
-from agent.model.ledger import PairMember, UnitPool
+from agent.model.holding import PairMember, Record, UnitPool
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.settings import Settings
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.vgpu.node_limits import NodeLimits
-from agent.vgpu.plugin import VgpuPlugin, build
+from agent.vgpu.wing import VgpuPlugin, build
 from tests.bench.client import KubeletClient, kubelet_client
 from tests.bench.conditions import Conditions, short_folder
 from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine

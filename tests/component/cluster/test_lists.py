@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from agent.cluster.deltas import DeltaReflector
-from agent.model.metadata import Metadata
-from agent.model.pod import Pod
+from agent.model.pod import Metadata, Pod
 from tests.component.cluster.following import INITIAL, PODS, A, B, following, names, warnings
 from tests.component.cluster.server import (
     FakeApi,

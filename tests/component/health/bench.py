@@ -17,10 +17,10 @@ from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import GpuMonitor
-from agent.inventory.health_rules import rules_from
 from agent.inventory.snapshot import GpuState, Snapshot
+from agent.inventory.verdicts import rules_from
 from agent.kit.cell import Cell
-from agent.kit.supervise import Supervisor
+from agent.kit.tasks import Supervisor
 from agent.kubelet.podresources import PodResources
 from agent.model.health import HealthState
 from agent.model.modes import Assignment, GpuMode, Mode
@@ -29,7 +29,7 @@ from agent.nvml.port import NvmlPort
 from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
-from agent.whole.plugin import PgpuPlugin
+from agent.whole.wing import PgpuPlugin
 from tests.pace import scaled
 
 # Short enough for tests, long enough to be seen in between.

@@ -6,8 +6,7 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.model.health import HealthState
-from agent.model.recovery_action import RecoveryAction
+from agent.model.health import HealthState, RecoveryAction
 from agent.nvml.nvml_errors import NvmlCode
 from tests.component.health.bench import FACE, watching
 

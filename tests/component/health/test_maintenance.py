@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.kit.supervise import FatalError, describe
+from agent.kit.tasks import FatalError, describe
 from agent.kit.timestamps import boot_seconds
 from agent.model.gpu import Driver
 from agent.model.health import HealthState

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.inventory import verdict_file
+from agent.inventory import verdicts
 from agent.model.health import HealthState
 from agent.simulator.machine import SimulatedMachine
 from tests.component.health.bench import watching
@@ -23,7 +23,7 @@ def reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None
     """Gives the machine a boot id of the test's own; a call gives it another one."""
     file = tmp_path / "boot_id"
     file.write_text("first\n")
-    monkeypatch.setattr(verdict_file.VerdictFile.__init__, "__defaults__", (file,))
+    monkeypatch.setattr(verdicts.VerdictFile.__init__, "__defaults__", (file,))
 
     def change() -> None:
         file.write_text("second\n")
@@ -34,7 +34,7 @@ def reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None
 async def written(folder: Path, text: str) -> None:
     """Wait until the verdict file holds `text`."""
     with anyio.fail_after(30):
-        while not (file := folder / verdict_file.NAME).exists() or text not in file.read_text():
+        while not (file := folder / verdicts.NAME).exists() or text not in file.read_text():
             await anyio.sleep(0.01)
 
 
@@ -118,12 +118,12 @@ async def test_xids_that_fell_while_the_agent_was_away_are_found(
 
 async def test_a_file_that_cannot_be_read_is_kept_aside(tmp_path: Path, logs: Logs) -> None:
     for bad in (b"\xff{", b"{}", b'{"version": 9, "boot_id": "x"}', b'{"version": 1, "boot_id": 3}'):
-        (tmp_path / verdict_file.NAME).write_bytes(bad)
+        (tmp_path / verdicts.NAME).write_bytes(bad)
         logs.clear()
         async with watching("l40s-2", state=tmp_path) as watched:
             assert all(state.healthy for state in watched.snapshot.gpus)
         assert [entry["event"] for entry in logs].count("verdict_file_unusable") == 1
-        assert (tmp_path / f"{verdict_file.NAME}.bad").read_bytes() == bad
+        assert (tmp_path / f"{verdicts.NAME}.bad").read_bytes() == bad
 
 
 async def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path, logs: Logs) -> None:

@@ -15,8 +15,8 @@ import grpc
 
 from agent.kit.cell import Cell
 from agent.kubelet.grpc_server import DrainableServer
-from agent.kubelet.plugin_types import Allocation, PreferenceRequest
 from agent.kubelet.service import DevicePluginService
+from agent.kubelet.wire import Allocation, PreferenceRequest
 from agent.lists import encode
 from agent.model.modes import Assignment
 from tests.component import protos

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from agent.kubelet import service as service_module
-from agent.kubelet.plugin_types import Allocation, DeviceNode, PreferenceRequest, Reason, Refused
 from agent.kubelet.podresources import PATIENCE_SECONDS
+from agent.kubelet.wire import Allocation, DeviceNode, PreferenceRequest, Reason, Refused
 from agent.model.mount import Mount
 from agent.pairing.resolver import MISS_SECONDS
 from tests.component.kubelet_room.parts import (

@@ -17,7 +17,7 @@ import pytest
 from agent.kubelet import grpc_server as server_module
 from agent.kubelet import service as service_module
 from agent.kubelet.grpc_server import DrainableServer
-from agent.kubelet.plugin_types import Allocation
+from agent.kubelet.wire import Allocation
 from tests.component.kubelet_room.parts import (
     V1BETA1,
     Peer,

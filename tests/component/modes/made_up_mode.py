@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, Self
 
 from agent.kit.cell import Cell
-from agent.kit.follow import follow
-from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Refused, ResourcePlugin
+from agent.kit.tasks import follow
+from agent.kubelet.wire import Allocation, PreferenceRequest, Refused, ResourcePlugin
 from agent.lists import encode
-from agent.model.ids import BadDeviceId, DeviceId, parse
-from agent.model.modes import Assignment, Mode
+from agent.model.modes import Assignment, BadDeviceId, DeviceId, Mode, parse
 from agent.modes.wing import Node, Wing
 
 HALVES = 2

@@ -16,9 +16,9 @@ from agent.cluster.own_node import Amounts, OwnCondition
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
-from agent.model.node_layout import everywhere
+from agent.model.node_inventory import everywhere
 from agent.modes.desired import Desired
-from agent.modes.retry import LONGEST_SECONDS
+from agent.modes.planner import LONGEST_SECONDS
 from agent.modes.switcher import ModeSwitcher
 from agent.node.conditions import NodeStateWriter
 from agent.node.object import ClusterNode

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from agent.model.demand import VGPU
-from agent.model.growth import Growth
-from agent.model.holding import Holding, Record
-from agent.telemetry.shares import shares_of
+from agent.model.holding import Growth, Holding, Record
+from agent.telemetry.containers import shares_of
 from tests.component.monitoring import queries
 from tests.component.monitoring.promtool import Document, check, holds, in_1024ths, series
 from tests.unit.modes.nodes import gpu as made_gpu

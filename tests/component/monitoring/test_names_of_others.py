@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.node.labels import labels_of
+from agent.node.conditions import labels_of
 from tests.component.monitoring import queries
 from tests.component.monitoring.promtool import Document, check, holds, in_1024ths, series
 from tests.unit.modes.nodes import gpu, snapshot_of
@@ -108,7 +108,7 @@ def block(start: str) -> str:
     return found[1].partition("\n")[2]
 
 
-def gpu_price(labels: Mapping[str, str], name: str, cores: int, gibibytes: int) -> float:
+def gpu_price(labels: Mapping[str, str | None], name: str, cores: int, gibibytes: int) -> float:
     """Of a GPU of the node for an hour, as OpenCost works it out from the page's list and configuration."""
     prices = {}
     for row in csv.reader(block("csv").splitlines()):
@@ -118,7 +118,7 @@ def gpu_price(labels: Mapping[str, str], name: str, cores: int, gibibytes: int) 
             assert (one["AssetClass"], one["InstanceIDField"]) == ("node", "metadata.name")
             prices[one["InstanceID"].lower()] = float(one["MarketPriceHourly"])
     of = {key: float(value) for key, value in yaml.safe_load(block("text\ncostModel"))["costModel"].items()}
-    gpus = int(labels["nvidia.com/gpu.count"]) if "nvidia.com/gpu.replicas" in labels else 0
+    gpus = int(labels["nvidia.com/gpu.count"] or 0) if "nvidia.com/gpu.replicas" in labels else 0
     in_ram = gpus * of["GPU"] / of["RAM"] + cores * of["CPU"] / of["RAM"] + gibibytes
     return prices[name] / in_ram * of["GPU"] / of["RAM"]
 

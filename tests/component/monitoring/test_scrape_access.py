@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from agent.cluster.reviews import ACCESS, TOKENS, Reviews
-from agent.kit.supervise import FatalError
+from agent.kit.tasks import FatalError
 from agent.telemetry.access import PATH, REVIEW_SECONDS, ScraperAdmission
 from agent.web import certificates
 from agent.web.certificates import Certificates, Files

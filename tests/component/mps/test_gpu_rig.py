@@ -10,8 +10,8 @@ from pathlib import Path
 import anyio
 import pytest
 
+from agent.model.cuda import limits
 from agent.model.gpu import Gpu
-from agent.model.mps_abilities import limits
 from agent.mps.binary import SERVER
 from agent.mps.directories import Directories
 from tests.component.mps import fake_cuda

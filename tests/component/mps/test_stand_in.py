@@ -9,7 +9,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.model.mps_abilities import PIPE_DIRECTORY
+from agent.model.cuda import PIPE_DIRECTORY
 from agent.mps.binary import Program
 from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon

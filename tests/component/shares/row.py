@@ -20,7 +20,7 @@ from statistics import mean
 from typing import Any, Final
 
 from agent.vgpu import layout
-from agent.vgpu.correction import corrected, rivals
+from agent.vgpu.compute import corrected, rivals
 from clib import toolchain
 from clib.build_library import cached
 from tests.component.caps.container import make

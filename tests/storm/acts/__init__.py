@@ -1,11 +1,14 @@
 """Events that a seed chooses: what users do, and what goes wrong. Each is one step."""
 
 from tests.storm import lingering, seams
-from tests.storm.acts import agents, api, extenders, gpus, kubelets, mps, tenants, users
+from tests.storm.acts import agents, api, claims, extenders, gpus, kubelets, mps, parted, tenants, users
 from tests.storm.acts.family import Act, Family
 from tests.storm.world import Shape, World
 
 USERS = Family("users", {users.create_pod: 40, users.delete_pod: 25})
+# Of users, too, where the node's GPUs may be devices of DRA.
+CLAIMS = Family("claims", {claims.create: 40, claims.share: 15, claims.drop: 4, claims.delete: 25})
+MEDDLED_CLAIMS = Family("claims meddled with", {claims.wipe: 3, claims.intrude: 1, claims.forbid: 3})
 # Of every storm, whatever its shape.
 FAULTS = (
     Family("labels", {users.label: 8}),
@@ -43,6 +46,10 @@ OUTAGES = Family("api outages", {api.outage: 1})
 LATEST = (TENANTS, BLIND, SLOW_RECORDS, CLOCK_STEPS, OUTAGES)
 HUNG_PROCESSES = Family("processes hang", {tenants.outlive: 8})
 RESIZES = Family("resizes", {users.resize: 12})
+INSTANCES = (
+    Family("instances", {parted.label: 8, parted.make: 5, parted.destroy: 3, parted.stray: 3}),
+    Family("instance faults", {parted.refuse: 4, parted.reset: 2, parted.xid: 2}),
+)
 
 
 def families(shape: Shape) -> tuple[Family, ...]:
@@ -63,6 +70,8 @@ def later_families(shape: Shape) -> tuple[Family, ...]:
         DROPPED_STREAMS,
         *LATEST,
         HUNG_PROCESSES,
+        *(INSTANCES if shape.mig else ()),
+        *((CLAIMS, MEDDLED_CLAIMS) if shape.claims else ()),
     )
 
 
@@ -84,6 +93,9 @@ ACTS = {
         DROPPED_STREAMS,
         *LATEST,
         HUNG_PROCESSES,
+        *INSTANCES,
+        CLAIMS,
+        MEDDLED_CLAIMS,
     )
     for act in family.weights
 }
@@ -106,6 +118,9 @@ async def calm(world: World) -> None:
         if daemon.forged:
             world.daemons.end(daemon.process.pid)
     mps.reap(world)
+    if world.parts.strays:
+        world.parts.strays = 0
+        world.machine.processes.stop(parted.STRAY)
     for pid in tuple(world.outliving):
         lingering.end(world, pid)
     for daemon in world.daemons.daemons:
@@ -113,6 +128,7 @@ async def calm(world: World) -> None:
             daemon.leave(pid)
     kubelets.mend_checkpoint(world)
     seams.KUBELET.calm()
+    world.kubelet.api.resources.forbidden_reads = 0
     world.neighbour.calm()
     if world.shape.extender:
         await world.extenders.calm()
@@ -122,6 +138,7 @@ async def calm(world: World) -> None:
 
 __all__ = [
     "ACTS",
+    "CLAIMS",
     "FAULTS",
     "USERS",
     "Act",

@@ -45,7 +45,9 @@ async def place_without(world: World, rng: random.Random) -> str:
     if len(world.pods) >= users.MOST_PODS:
         return await users.delete_pod(world, rng)
     world.made += 1
-    pod = random_pod(rng, f"d{world.made}", mps=world.shape.mps, offered=users.offered(world))
+    pod = random_pod(
+        rng, f"d{world.made}", mps=world.shape.mps, mig=world.shape.mig, offered=users.offered(world)
+    )
     spec = PodSpec(
         pod.name, pod.containers, init_containers=pod.init_containers, node_name=world.kubelet.api.node_name
     )

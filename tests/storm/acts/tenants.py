@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import anyio
 
-from agent.model.ids import SEPARATOR
-from agent.model.modes import Mode
+from agent.model.modes import SEPARATOR, Mode
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.storm import lingering
 from tests.storm.acts import users
@@ -70,7 +69,7 @@ async def again(world: World, rng: random.Random) -> str:
         return "no name to come again"
     pod = world.pods.pop(rng.randrange(len(world.pods)))
     force = rng.random() < 0.4
-    _end(world, pod, force=force)
+    end(world, pod, force=force)
     with anyio.move_on_after(AGAIN_SECONDS):
         while pod.key in world.kubelet.api.pods:
             await world.kubelet.api.changes.wait_change(world.kubelet.api.changes.version)
@@ -86,7 +85,7 @@ async def linger(world: World, rng: random.Random) -> str:
         pod = rng.choice(pods)
         world.pods.remove(pod)
         force = rng.random() < 0.5
-        _end(world, pod, force=force)
+        end(world, pod, force=force)
         return f"delete {pod.name}{' by force' if force else ''}, which takes {pod.grace:g} s"
     if len(world.pods) >= users.MOST_PODS:
         return await users.delete_pod(world, rng)
@@ -128,7 +127,7 @@ async def outlive(world: World, rng: random.Random) -> str:
     return f"delete {pod.spec.name} by force, whose process {pid} stays on {gpu} for {seconds:g} s"
 
 
-def _end(world: World, pod: PodSpec, *, force: bool) -> None:
+def end(world: World, pod: PodSpec, *, force: bool) -> None:
     api = world.kubelet.api
     if pod.key not in api.pods:
         return
@@ -139,4 +138,4 @@ def _end(world: World, pod: PodSpec, *, force: bool) -> None:
 
 
 def _pod(world: World, rng: random.Random, name: str) -> PodSpec:
-    return random_pod(rng, name, mps=world.shape.mps, offered=users.offered(world))
+    return random_pod(rng, name, mps=world.shape.mps, mig=world.shape.mig, offered=users.offered(world))

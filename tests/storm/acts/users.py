@@ -12,6 +12,7 @@ from tests.storm.world import World
 MOST_PODS = 12
 MOST_STATIC_PODS = 2
 LABELS = ("pgpu", "vgpu", "mixed", "disable", "enable", "no-such-layout", None)
+DOORS = ("dra", "dra", "dra", "doors", "others")
 
 
 async def create_pod(world: World, rng: random.Random) -> str:
@@ -19,7 +20,10 @@ async def create_pod(world: World, rng: random.Random) -> str:
     if len(world.pods) >= MOST_PODS:
         return await delete_pod(world, rng)
     world.made += 1
-    return create(world, random_pod(rng, f"p{world.made}", mps=world.shape.mps, offered=offered(world)))
+    return create(
+        world,
+        random_pod(rng, f"p{world.made}", mps=world.shape.mps, mig=world.shape.mig, offered=offered(world)),
+    )
 
 
 def offered(world: World) -> list[str]:
@@ -53,6 +57,7 @@ def _delete(world: World, pod: PodSpec) -> None:
 async def label(world: World, rng: random.Random) -> str:
     """Another mode, a layout, a word that nobody knows, no label."""
     words = (*LABELS, "mps", "shared") if world.shape.mps else LABELS
+    words = (*words, *DOORS) if world.shape.claims else words
     word = rng.choice(words)
     world.label(word)
     return f"label {word}"

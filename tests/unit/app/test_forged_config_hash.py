@@ -10,14 +10,12 @@ import pytest
 from agent.app.build_telemetry import _known_pods
 from agent.cluster.pods import PodCache
 from agent.model.cgroup import ContainerRef
-from agent.model.metadata import Metadata, OwnerReference
 from agent.model.modes import Mode
-from agent.model.pod import ContainerSpec, ContainerStatus, Pod, PodSpec, PodStatus
+from agent.model.pod import ContainerSpec, ContainerStatus, Metadata, OwnerReference, Pod, PodSpec, PodStatus
 from agent.mps.pods import pod_facts
 from agent.nvml.port import GpuProcess, Sample
 from agent.pairing.cluster_pods import ClusterPods
-from agent.telemetry.attribution import Attribution, attribute
-from agent.telemetry.shares import ContainerShare
+from agent.telemetry.containers import Attribution, ContainerShare, attribute
 from tests.unit.mps.test_clients import ID, Scene, uid
 
 VICTIM, FORGER = uid(1), uid(2)

@@ -7,7 +7,7 @@ import pytest
 from agent.check.host import HostFiles, host_of
 from agent.check.kubelet import topology_manager
 from agent.check.runtime_files import Runtimes, runtimes, toolkit_version
-from agent.kit.inside import inside
+from agent.kit.files import inside
 from agent.settings import load
 from tests.unit.check.conftest import CONTAINERD, written
 

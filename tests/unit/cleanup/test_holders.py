@@ -10,10 +10,9 @@ from agent.cleanup import this_node
 from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.cluster.api import KubeApi
 from agent.cluster.pods import PodCache
-from agent.holdings.checkpoint import FILE_NAME
+from agent.holdings.record import FILE_NAME
 from agent.model.holding import Holding, Record
-from agent.model.metadata import Metadata
-from agent.model.pod import Pod
+from agent.model.pod import Metadata, Pod
 from agent.settings import Settings, load
 
 GPU = "GPU-00000000-0000-0000-0000-00000000000a"

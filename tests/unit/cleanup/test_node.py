@@ -16,7 +16,7 @@ from agent.cleanup.request import CleanupFailed
 from agent.cleanup.this_node import forget_node
 from agent.cli.main import main
 from agent.cluster.api import KubeApi
-from agent.kit.lock import exclusive
+from agent.kit.files import exclusive
 from agent.mps import leaving
 from agent.node.taint import EFFECT, TAINT
 from agent.nvml.port import NvmlPort

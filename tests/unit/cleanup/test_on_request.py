@@ -28,7 +28,7 @@ from agent.cleanup.request import (
 )
 from agent.cluster.api import ApiUnavailable, KubeApi
 from agent.cluster.node import ApiNode, NodeObject
-from agent.model.metadata import Metadata
+from agent.model.pod import Metadata
 from agent.settings import Settings
 
 NOBODY: Any = None  # Obstacles have the pods

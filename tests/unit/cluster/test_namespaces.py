@@ -7,11 +7,11 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from agent.cluster.namespaces import LABEL, NamespaceLabels
+from agent.cluster.pods import LABEL, NamespaceLabels
 from agent.cluster.reflector import PartialObject
-from agent.kubelet.plugin_types import Allocation
-from agent.model.ledger import PairMember
-from agent.model.metadata import Metadata
+from agent.kubelet.wire import Allocation
+from agent.model.holding import PairMember
+from agent.model.pod import Metadata
 from agent.vgpu.folders import About
 from agent.vgpu.limits import Enforcement, NamespaceEnforcement
 from agent.vgpu.node_limits import NodeLimits
@@ -67,13 +67,13 @@ async def test_the_first_admission_waits_for_the_labels() -> None:
 
 
 async def test_a_server_that_is_away_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.cluster.namespaces.FIRST_COPY_SECONDS", 0.05)
+    monkeypatch.setattr("agent.cluster.pods.FIRST_COPY_SECONDS", 0.05)
     labels = _labels()
     with capture_logs() as logs, anyio.fail_after(10):
         async with anyio.create_task_group() as group:
             for _ in range(5):
                 group.start_soon(labels.known)
-        monkeypatch.setattr("agent.cluster.namespaces.FIRST_COPY_SECONDS", 3600.0)
+        monkeypatch.setattr("agent.cluster.pods.FIRST_COPY_SECONDS", 3600.0)
         await labels.known()  # or the test is ended by its deadline
     assert [each["event"] for each in logs] == ["namespace_labels_unknown"]
     assert labels.of("team") is None

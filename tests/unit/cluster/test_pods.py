@@ -4,10 +4,8 @@ from typing import Any
 
 import msgspec
 
-from agent.cluster.cgroup_uids import HASH_ANNOTATION, cgroup_uids
-from agent.cluster.pods import PodCache
-from agent.model.metadata import Metadata, OwnerReference
-from agent.model.pod import ContainerSpec, Pod, PodSpec, PodStatus, Requirements
+from agent.cluster.pods import HASH_ANNOTATION, PodCache, cgroup_uids
+from agent.model.pod import ContainerSpec, Metadata, OwnerReference, Pod, PodSpec, PodStatus, Requirements
 from agent.pairing.cluster_pods import ClusterPods
 
 CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"

@@ -17,9 +17,9 @@ from agent.kubelet.claim_service import ClaimName
 from agent.model.holding import Holder
 from agent.model.modes import SHARES, Assignment, GpuMode
 from agent.model.pod import Pod
-from agent.modes.claims import ClaimRequests
-from agent.modes.switch_state import STARTING
-from agent.pairing.pod_access import PodSource
+from agent.modes.desired import ClaimRequests
+from agent.modes.planner import STARTING
+from agent.pairing.resolver import PodSource
 from tests.unit.dra.test_claims import GPU, GPUS, POOL, claim, result
 
 NAME = ClaimName("ns", "u-1", "c")

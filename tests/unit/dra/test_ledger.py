@@ -13,7 +13,7 @@ from agent.model.claim_device import ClaimedShare, device_name
 from agent.model.holding import Holding, Source
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.resource_claim import AskedDevice, HeldClaim
-from agent.modes.claims import ClaimRequests
+from agent.modes.desired import ClaimRequests
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 

@@ -8,13 +8,12 @@ import pytest
 import agent.dra
 from agent.dra.offers import Offers, word_of
 from agent.dra.slices import RESERVED, UNAVAILABLE, UNHEALTHY
-from agent.inventory.links import pcie_root
-from agent.inventory.snapshot import GpuState, Snapshot
+from agent.inventory.snapshot import GpuState, Snapshot, pcie_root
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import SHARES, UNCLAIMED, WHOLE_GPUS, Assignment, GpuMode, Mode, Offering
-from agent.modes.claims import ClaimRequests
-from agent.modes.switch_state import GpuSwitch, Phase, SwitchState
+from agent.modes.desired import ClaimRequests
+from agent.modes.planner import GpuSwitch, Phase, SwitchState
 from agent.modes.wing import Wing
 
 DEVICE = GpuMode(UNCLAIMED, dra=True)
@@ -122,4 +121,4 @@ def test_the_door_is_small_and_knows_no_device_plugin() -> None:
     files = sorted(Path(agent.dra.__file__).parent.glob("*.py"))
     texts = [each.read_text() for each in files]
     assert sum(text.count("\n") for text in texts) <= 1800
-    assert not any(re.search(r"v1beta1|plugin_types|agent\.(whole|vgpu|mps)\b", text) for text in texts)
+    assert not any(re.search(r"v1beta1|kubelet\.wire|agent\.(whole|vgpu|mps)\b", text) for text in texts)

@@ -15,13 +15,13 @@ from agent.dra.slices import (
     differences,
     gpus_of,
     missing_gates,
+    rewrites,
     writes,
 )
 from agent.model.claim_device import DRIVER, device_name, parse_device, share_of
-from agent.model.gpu import Driver, Gpu
-from agent.model.metadata import Metadata
+from agent.model.gpu import Driver, Gpu, Topology
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
-from agent.model.topology import Topology
+from agent.model.pod import Metadata
 
 NODE = "worker-1"
 BOTH = (WHOLE_GPUS, SHARES)
@@ -109,6 +109,16 @@ def test_a_slice_that_was_wiped_is_created_again_with_a_newer_generation() -> No
     found = writes(NODE, None, wanted, before)
     assert {each.name: bool(each.version) for each in found} == {**dict.fromkeys(before, True), gone: False}
     assert {each.body["spec"]["pool"]["generation"] for each in found} == {4}
+
+
+def test_no_new_generation_begins_while_no_slice_may_be_created() -> None:
+    wanted = contents(NODE, offers(1), None)
+    there = published(wanted)
+    (counters, listing) = sorted(wanted)
+    assert rewrites(writes(NODE, None, wanted, {counters: there[counters]})) == []
+    tainted = contents(NODE, offers(1, taints={SHARES: (("key", "value"),)}), None)
+    (write,) = rewrites(writes(NODE, None, tainted, there))
+    assert write.name == listing
 
 
 def test_times_of_taints_stay() -> None:

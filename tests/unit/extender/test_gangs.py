@@ -14,7 +14,7 @@ from agent.extender.gangs import LEFT_SECONDS, REFUSED_SECONDS, Gangs, Member
 from agent.extender.pending_pods import PendingPods, read_pending
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.extender.verdicts import Verdicts
-from agent.kit.supervise import Supervisor
+from agent.kit.tasks import Supervisor
 from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory

@@ -7,7 +7,7 @@ import pytest
 from agent.extender.app import running
 from agent.extender.settings import load, schema
 from agent.kit.configuration import ConfigurationError
-from agent.kit.supervise import FatalError
+from agent.kit.tasks import FatalError
 
 
 def test_defaults_are_those_of_the_documents() -> None:

@@ -2,8 +2,10 @@
 
 import random
 
+from agent.extender.fleet import BoundPod, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.verdicts import SHAPES, Verdicts
+from agent.model.modes import Mode
 from agent.model.placement import PlacementPolicy
 from tests.bench import arrivals
 
@@ -39,6 +41,25 @@ async def test_kept_verdicts_follow_every_change() -> None:
             fleet.assume(f"u{number}", node, PodClaim(demand, chosen=found.chosen), 0)
         else:
             fleet.forget(f"u{draw.randrange(150)}")
+
+
+async def test_a_new_shape_is_judged_by_nodes_as_they_are() -> None:
+    """The figures kept of a node for all shapes end with its change, of any kind."""
+    fleet = arrivals.fleet_of(3, 2)
+    verdicts = Verdicts(fleet)
+    names = list(fleet.nodes)
+    half, large = arrivals.demand(50), arrivals.demand(80)
+    assert await verdicts.judge(half, names) == (names, {})
+    assert fleet.summaries.keys() == set(names)
+    fleet.set_pod(BoundPod("held", names[0], PodClaim(half, chosen=((0,),))))
+    fleet.set_pod(BoundPod("somewhere", names[0], PodClaim(half)))  # nobody knows on which of the two
+    fleet.set_node(LedgerNode(names[1], arrivals.inventory(2, Mode.DRA), {}))
+    fleet.drop_node(names[2])
+    for demand in (large, half, arrivals.demand(100)):
+        fitting, refused = await verdicts.judge(demand, names)
+        fresh = {name: fleet.verdict(name, demand) for name in names}
+        assert {**dict.fromkeys(fitting, ""), **refused} == fresh
+    assert not fleet.summaries
 
 
 async def test_no_more_shapes_are_kept_than_said() -> None:

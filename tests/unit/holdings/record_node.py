@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent.holdings.checkpoint import FILE_NAME
 from agent.holdings.holdings import HoldingsWatch
-from agent.holdings.record import View
+from agent.holdings.record import FILE_NAME, View
 from agent.kit.cell import Cell
 from agent.model.holding import Holding, Record
 from agent.model.pod import Container, Pod, Stage

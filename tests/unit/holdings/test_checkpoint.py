@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.holdings.checkpoint import FILE_NAME, Checkpoint, CheckpointUnreadable
+from agent.holdings.record import FILE_NAME, Checkpoint, CheckpointUnreadable
 
 
 def entry(uid: str, container: str, ids: dict[str, list[str]] | None) -> dict[str, object]:
@@ -43,6 +43,20 @@ def test_it_is_read_again_once_it_has_changed(tmp_path: Path) -> None:
     assert checkpoint.read() == {("u", "init", "tencent.com/vcuda-core"): frozenset("b")}
     (tmp_path / FILE_NAME).unlink()
     assert checkpoint.read() == {}
+
+
+def test_what_did_not_change_is_not_read_again(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path)
+    kept, ended = entry("u", "main", {"0": ["a"]}), entry("v", "main", {"0": ["b"]})
+    write(tmp_path, kept, ended)
+    first = checkpoint.read()
+    write(tmp_path, kept, entry("w", "main", {"0": ["b"]}))
+    second = checkpoint.read()
+    resource = "tencent.com/vcuda-core"
+    assert second[("u", "main", resource)] is first[("u", "main", resource)]
+    assert second.keys() == {("u", "main", resource), ("w", "main", resource)}
+    write(tmp_path, ended | {"DeviceIDs": {"0": ["c"]}})
+    assert checkpoint.read() == {("v", "main", resource): frozenset("c")}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"Data": {"PodDeviceEntries": [{}]}}', b"\xff\xfe"])

@@ -9,8 +9,8 @@ from grpclib.exceptions import GRPCError
 
 from agent.kit.cell import Cell
 from agent.kubelet import service as service_module
-from agent.kubelet.plugin_types import Allocation, Refused
 from agent.kubelet.service import GRANT_SECONDS, DevicePluginService
+from agent.kubelet.wire import Allocation, Refused
 
 IDS = ["a", "b"]
 

@@ -7,8 +7,8 @@ import anyio
 import pytest
 
 from agent.holdings import holdings as holdings_module
-from agent.holdings.checkpoint import Entries
 from agent.holdings.holdings import HoldingsWatch, strangers_by_gpu
+from agent.holdings.record import Entries
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.holding import Holding, Record
 from agent.model.modes import Mode

@@ -4,10 +4,9 @@ from pathlib import Path
 
 from agent.holdings.record import Evidence, View, join
 from agent.model.demand import VGPU
-from agent.model.holding import Holding, Record
-from agent.model.ledger import PairHoldings, PairMember
+from agent.model.holding import Holding, PairHoldings, PairMember, Record
 from agent.model.pod import Container, Stage
-from agent.pairing.requester import askers
+from agent.pairing.resolver import askers
 from tests.pods import a_pod
 from tests.unit.holdings.record_node import Node
 

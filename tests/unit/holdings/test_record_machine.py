@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agent.holdings import holdings as holdings_module
-from agent.holdings.checkpoint import Entries
 from agent.holdings.holdings import HoldingsWatch
-from agent.holdings.record import View
+from agent.holdings.record import Entries, View
 from agent.model.holding import Holding, Record
 from agent.model.pod import Pod
 from tests.pods import a_pod, changed

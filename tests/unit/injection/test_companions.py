@@ -11,7 +11,7 @@ from agent.injection import companions
 from agent.injection.inject import Injector
 from agent.injection.specification import parse
 from agent.injection.toolkit import Places, Toolkit
-from agent.kubelet.plugin_types import DeviceNode
+from agent.kubelet.wire import DeviceNode
 from agent.settings import DriverFiles, Injection, Settings, Simulator
 from tests.unit.injection.test_inject import _gpu, _with_own
 from tests.unit.injection.test_specification import text

@@ -10,7 +10,7 @@ import pytest
 from agent.injection.inject import Injector, NodeSoftware, choose, toolkit_devices
 from agent.injection.specification import Devices
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Allocation, DeviceNode
+from agent.kubelet.wire import Allocation, DeviceNode
 from agent.model.gpu import Gpu
 from agent.model.mount import Mount
 from agent.settings import DriverFiles, HostSettings, Injection, Settings, Simulator

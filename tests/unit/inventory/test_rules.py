@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agent import settings
-from agent.inventory.health_rules import rules_from
+from agent.inventory.verdicts import rules_from
 from agent.model.health import Fault, FaultKind
 from agent.model.xids import Verdict, XidClass
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from agent.inventory.verdict_file import VERSION, VerdictFile
+from agent.inventory.verdicts import VERSION, VerdictFile
 from agent.model.xids import XidClass
 
 GPU = {

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agent.inventory.messages import (
+from agent.inventory.reducer import (
     Accused,
     Cleared,
     KernelXidSeen,
@@ -14,12 +14,12 @@ from agent.inventory.messages import (
     Restored,
     Scanned,
     Unavailable,
+    records,
+    reduce,
 )
-from agent.inventory.reducer import records, reduce
 from agent.inventory.snapshot import HealthRecord, KernelXid, Snapshot, Unreadable
 from agent.model.gpu import Driver, Gpu
-from agent.model.health import HEALTHY, Fault, FaultKind, Health, HealthState
-from agent.model.recovery_action import RecoveryAction
+from agent.model.health import HEALTHY, Fault, FaultKind, Health, HealthState, RecoveryAction
 
 DRIVER = Driver("580.95.05", "13.580.95.05", (13, 0))
 LOST = Fault(FaultKind.LOST)

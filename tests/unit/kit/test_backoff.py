@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.kit.backoff import Backoff
+from agent.kit.tasks import Backoff
 
 
 def test_pauses_grow_to_the_longest_and_begin_anew() -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.kit.lock import Taken, exclusive
+from agent.kit.files import Taken, exclusive
 
 HOLDER = """
 import sys, pathlib
-from agent.kit.lock import exclusive
+from agent.kit.files import exclusive
 with exclusive(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -4,7 +4,7 @@ import anyio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.kit.mailbox import Mailbox
+from agent.kit.tasks import Mailbox
 
 
 async def read(mailbox: Mailbox[int], count: int) -> list[int]:

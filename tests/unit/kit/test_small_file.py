@@ -6,7 +6,7 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from agent.kit.small_file import LONGEST_BYTES, read_text
+from agent.kit.files import LONGEST_BYTES, read_text
 
 
 async def read(file: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.kit.supervise import FatalError, Supervisor, describe
+from agent.kit.tasks import FatalError, Supervisor, describe
 
 Logs = list[MutableMapping[str, Any]]
 

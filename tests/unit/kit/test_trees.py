@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from agent.kit import trees
+from agent.kit import files
 from tests.component.mps.pods import again_and_again
 
 
 def deep(path: Path, levels: int) -> None:
     """A folder in a folder in a folder ...; no path that long could be named."""
     path.mkdir()
-    folder = os.open(path, trees.FOLDER)
+    folder = os.open(path, files.FOLDER)
     for _ in range(levels):
         os.mkdir("d", dir_fd=folder)
-        inner = os.open("d", trees.FOLDER, dir_fd=folder)
+        inner = os.open("d", files.FOLDER, dir_fd=folder)
         os.close(folder)
         folder = inner
     os.close(folder)
@@ -27,8 +27,8 @@ def descriptors() -> int:
 
 
 def emptied(folder: Path, seconds: float = 60.0) -> None:
-    with trees.opened(folder) as descriptor:
-        trees.empty(descriptor, seconds)
+    with files.opened(folder) as descriptor:
+        files.empty(descriptor, seconds)
 
 
 def test_what_links_lead_to_stays(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_what_links_lead_to_stays(tmp_path: Path) -> None:
 
 def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(NotADirectoryError), trees.opened(tmp_path / "link"):
+    with pytest.raises(NotADirectoryError), files.opened(tmp_path / "link"):
         pass
 
 
@@ -73,7 +73,7 @@ def test_depth_takes_neither_stack_nor_descriptors(tmp_path: Path) -> None:
 
 
 def test_more_files_than_are_held_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "_AT_ONCE", 7)
+    monkeypatch.setattr(files, "_AT_ONCE", 7)
     (tmp_path / "wide").mkdir()
     for number in range(50):
         (tmp_path / f"{number}").touch()
@@ -86,9 +86,9 @@ def test_one_entry_goes_and_the_others_stay(tmp_path: Path) -> None:
     deep(tmp_path / "deep", 30)
     (tmp_path / "link").symlink_to("kept")
     (tmp_path / "kept").write_text("precious")
-    with trees.opened(tmp_path) as folder:
+    with files.opened(tmp_path) as folder:
         for name in ("deep", "link", "missing"):
-            trees.remove(folder, name)
+            files.remove(folder, name)
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
     assert (tmp_path / "kept").read_text() == "precious"
 
@@ -127,8 +127,8 @@ def test_who_fills_it_meanwhile_is_told_of_in_time(tmp_path: Path) -> None:
 
     for _ in range(1000):
         fill()
-    with again_and_again(fill), trees.opened(tmp_path) as folder:
+    with again_and_again(fill), files.opened(tmp_path) as folder:
         with pytest.raises(TimeoutError, match="somebody fills it"):
-            trees.empty(folder, 0.0)
+            files.empty(folder, 0.0)
         (tmp_path / "inner").mkdir()
-        trees.remove(folder, "inner")
+        files.remove(folder, "inner")

@@ -7,7 +7,7 @@ from typing import Any
 
 from agent.kubectl.kube import MissingRight, NotFound
 from agent.kubectl.view import HOLDERS, INVENTORY, PREFIX, STATE
-from agent.node.holders_annotation import digest
+from agent.node.annotations import digest
 
 Object = dict[str, Any]
 

@@ -25,7 +25,7 @@ from agent.model.demand import Impossible
 from agent.model.modes import Mode
 from agent.model.node_inventory import decode
 from agent.model.pod import Container, Stage
-from agent.model.quantity import units
+from agent.model.units import units
 from tests.pods import a_pod
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 from tests.unit.kubectl.test_plugin import asked, fake

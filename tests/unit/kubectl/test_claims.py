@@ -14,7 +14,7 @@ from agent.kubectl.kube import MissingRight, NotFound
 from agent.kubectl.main import plugin_main, plugin_parser
 from agent.kubectl.text import explained_running, overview, top
 from agent.kubectl.view import VisiblePods, node_view
-from agent.node.holders_annotation import digest
+from agent.node.annotations import digest
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 from tests.unit.kubectl.test_plugin import fake
 

@@ -1,4 +1,4 @@
-"""The readers by hand agree with betterproto2 on every message: fields in any order, repeated, unknown."""
+"""Readers and writers by hand agree with betterproto2: fields in any order, repeated, unknown."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent._proto import v1, v1beta1
-from agent.kubelet.plugin_types import PreferenceRequest
 from agent.kubelet.podresources import AllocatableReader, Reader
-from agent.kubelet.wire import AllocationRequests, MalformedMessage, PreferenceRequests
+from agent.kubelet.wire import (
+    Allocation,
+    AllocationRequests,
+    DeviceNode,
+    MalformedMessage,
+    PreferenceRequest,
+    PreferenceRequests,
+    allocations,
+    preferences,
+)
 from agent.model.holding import Holding, Record
+from agent.model.mount import Mount
 
 Field = tuple[int, int, bytes]  # number, wire type, encoded value
 
@@ -232,3 +241,40 @@ def test_what_did_not_change_is_the_same_object() -> None:
     before = reader.parse(first)
     after = reader.parse(second + first)
     assert after.holdings[1] is before.holdings[0]
+
+
+TEXTS = st.one_of(st.text(max_size=12), st.text(min_size=120, max_size=140))
+PAIRS = st.dictionaries(TEXTS, TEXTS, max_size=3)
+
+
+@given(
+    st.lists(
+        st.builds(
+            Allocation,
+            PAIRS,
+            st.lists(st.builds(Mount, TEXTS, TEXTS, st.booleans()), max_size=3).map(tuple),
+            st.lists(st.builds(DeviceNode, TEXTS, TEXTS, TEXTS), max_size=3).map(tuple),
+            PAIRS,
+            st.lists(TEXTS, max_size=3).map(tuple),
+        ),
+        max_size=3,
+    )
+)
+def test_an_allocation_is_read_as_it_was_meant(granted: list[Allocation]) -> None:
+    read = v1beta1.AllocateResponse.parse(allocations(granted)).container_responses
+    assert [
+        Allocation(
+            each.envs,
+            tuple(Mount(one.container_path, one.host_path, one.read_only) for one in each.mounts),
+            tuple(DeviceNode(one.container_path, one.host_path, one.permissions) for one in each.devices),
+            each.annotations,
+            tuple(one.name for one in each.cdi_devices),
+        )
+        for each in read
+    ] == granted
+
+
+@given(st.lists(st.lists(IDS, max_size=4), max_size=3))
+def test_a_preference_is_read_as_it_was_meant(chosen: list[list[str]]) -> None:
+    read = v1beta1.PreferredAllocationResponse.parse(preferences(chosen)).container_responses
+    assert [each.device_ids for each in read] == chosen

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from agent._proto import v1beta1
 from agent.injection.inject import InjectionChoice, Injector, NodeSoftware
 from agent.inventory.snapshot import GpuState
-from agent.kubelet.plugin_types import Allocation, PreferenceRequest, Refused
+from agent.kubelet.wire import Allocation, PreferenceRequest, Refused
 from agent.lists import encode
 from agent.lists.shared_pair import Sharing
 from agent.model.demand import VGPU
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.pod import Stage
 from agent.settings import load
-from agent.vgpu.plugin import VgpuPlugin
+from agent.vgpu.wing import VgpuPlugin
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 
 CORES, BLOCKS = 100, 40

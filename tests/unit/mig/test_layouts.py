@@ -12,14 +12,14 @@ import pytest
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Refused
+from agent.kubelet.wire import Refused
 from agent.mig import layouts
 from agent.mig.made import NAME, MadeBook
 from agent.mig.plugin import resource_of
 from agent.mig.wing import MigWing
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.node_layout import Entry
+from agent.model.node_inventory import Entry
 from agent.modes.desired import Desired
 from agent.modes.wing import NotYet, SetUpFailed
 from agent.nvml.nvml_errors import NvmlCode
@@ -84,11 +84,8 @@ class Rig:
         self.node.holdings.cell.publish(self.record)
 
     def placed(self) -> dict[int, str]:
-        return {
-            each.start: each.profile.decode()
-            for each in self.machine.gpu(0).instances
-            if each.used or each.bare
-        }
+        instances = self.machine.gpu(0).instances
+        return {each.start: each.profile.decode() for each in instances if each.used or each.bare}
 
     def uuid_at(self, start: int) -> str:
         there = (each for each in self.machine.gpu(0).instances if each.used and each.start == start)
@@ -240,6 +237,42 @@ async def test_a_driver_that_refuses_is_named_and_tried_again(
         with anyio.fail_after(10):
             while wing.remarks():
                 await anyio.sleep(0.01)
+
+
+async def test_a_reset_that_no_look_has_seen_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inventory shows no instance before and after: they were made and lost between two looks."""
+    monkeypatch.setattr(layouts, "DRAIN_LOOK_SECONDS", 0.1)
+    rig = Rig(tmp_path)
+    rig.node = replace(rig.node, read_again=lambda: None)
+    rig.want("3g.71gb")
+    async with running(rig):
+        await until(rig, {0: "3g.71gb"})
+        rig.machine.reboot()
+        rig.scan()
+        await until(rig, {0: "3g.71gb"})
+
+
+async def test_somebody_who_comes_first_keeps_what_he_made(tmp_path: Path) -> None:
+    """Between the look and the creation another one makes the same instance at the same place."""
+    rig = Rig(tmp_path)
+    make = rig.nvml.make_instance
+
+    def made_by_others_first(*args: Any) -> int:
+        rig.nvml.make_instance = make  # type: ignore[method-assign]
+        rig.machine.make_instance(0, "3g.71gb")
+        return make(*args)
+
+    rig.nvml.make_instance = made_by_others_first  # type: ignore[method-assign,assignment]
+    rig.want("3g.71gb")
+    async with running(rig) as wing:
+        await until(rig, {0: "3g.71gb"})
+        await problem(wing, rig.uuid, "cannot be made")
+        rig.scan()
+        rig.want("7g.141gb")
+        await problem(wing, rig.uuid, "have no place beside")
+        assert await steady(rig) == {0: "3g.71gb"}
 
 
 async def test_one_failure_stops_no_other_instance(tmp_path: Path) -> None:
@@ -405,9 +438,6 @@ async def test_one_in_the_place_of_another_is_not_handed_out_as_that(tmp_path: P
         await new.allocate((before,))
 
 
-# MIG mode itself
-
-
 def asked(rig: Rig, *profiles: str) -> None:
     rig.node.desired.cell.publish(Desired("parted", (Entry(("rest",), Mode.MIG, instances=profiles),)))
 
@@ -426,15 +456,13 @@ async def test_mig_mode_is_turned_on_where_no_reset_is_needed(tmp_path: Path) ->
         await wing.prepare(state.gpu)
         assert rig.machine.gpu(1).mig_mode
         await wing.prepare(state.gpu)  # again is nothing
-        # It is given back as it was found; what others made of it keeps it.
-        made = rig.machine.make_instance(1, "3g.71gb")
+        made = rig.machine.make_instance(1, "3g.71gb")  # by others: it keeps the GPU in MIG mode
         await wing.give_back(state.gpu)
         assert rig.machine.gpu(1).mig_mode
         rig.machine.destroy_instance(1, made)
         await wing.give_back(state.gpu)
         assert not rig.machine.gpu(1).mig_mode
-        # One that others turned on stays so.
-        await wing.give_back(rig.snapshot.value.gpus[0].gpu)
+        await wing.give_back(rig.snapshot.value.gpus[0].gpu)  # one that others turned on stays so
         assert rig.machine.gpu(0).mig_mode
 
 

@@ -18,14 +18,14 @@ from agent.injection.specification import Devices
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kit.configuration import ConfigurationError
-from agent.kubelet.plugin_types import PreferenceRequest, Refused
+from agent.kubelet.wire import PreferenceRequest, Refused
 from agent.mig.plugin import resource_of
 from agent.mig.wing import MigWing
 from agent.model.gpu import Gpu, Instance
 from agent.model.health import HEALTHY, HealthState
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.node_layout import everywhere
+from agent.model.node_inventory import everywhere
 from agent.modes.desired import Desired
 from agent.modes.planner import MIG_REASON, plan
 from agent.modes.wing import Machine, Wing

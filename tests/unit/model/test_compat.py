@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.model.compat import vgpu_warning
+from agent.model.cuda import vgpu_warning
 from agent.model.gpu import Driver
 
 

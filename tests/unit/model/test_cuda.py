@@ -2,15 +2,7 @@
 
 import pytest
 
-from agent.model.cuda import (
-    SERVED,
-    DriverFacts,
-    Level,
-    findings,
-    parse_driver,
-    parse_version,
-    verdict,
-)
+from agent.model.cuda import SERVED, DriverFacts, Level, findings, parse_driver, parse_version, verdict
 
 CASES: list[tuple[str, str, str, Level, str]] = [
     ("12.4", "550.144.03", "pgpu", Level.ALLOWED, "no newer"),

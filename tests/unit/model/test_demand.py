@@ -4,8 +4,7 @@ import pytest
 
 from agent.model.demand import MPS, VGPU, Demand, Impossible, demand_of, init_group_of
 from agent.model.pod import Container, Stage
-from agent.model.quantity import units
-from agent.model.units import ResourcePair
+from agent.model.units import ResourcePair, units
 from tests.pods import a_pod
 
 

@@ -9,14 +9,13 @@ from agent.model.health import (
     FaultKind,
     Health,
     HealthState,
+    RecoveryAction,
     Rules,
     event,
     explained,
     probe_passed,
 )
-from agent.model.nvlink_xids import class_of
-from agent.model.recovery_action import RecoveryAction
-from agent.model.xids import XidClass
+from agent.model.xids import XidClass, class_of
 
 RULES = Rules()
 NONE, RESET = RecoveryAction.NONE, RecoveryAction.GPU_RESET

@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent.model.demand import MPS, VGPU
-from agent.model.ids import LONGEST, BadDeviceId, DeviceId, parse
-from agent.model.modes import UNITS
+from agent.model.modes import LONGEST, UNITS, BadDeviceId, DeviceId, parse
 from agent.model.units import INSTANCE, REPLICA, WHOLE
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"

@@ -3,9 +3,17 @@
 import pytest
 
 from agent.model.demand import VGPU, Demand
-from agent.model.free_gpu import FreeGpu
-from agent.model.holding import Holder, Holding, Record
-from agent.model.ledger import Ledger, PairHoldings, PairMember, Reservation, UnitPool
+from agent.model.holding import (
+    Holder,
+    Holding,
+    Ledger,
+    PairHoldings,
+    PairMember,
+    Record,
+    Reservation,
+    UnitPool,
+)
+from agent.model.placement import FreeGpu
 from tests.pods import a_pod
 
 A, B = "GPU-a", "GPU-b"

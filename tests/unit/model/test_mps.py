@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from agent.model.cuda import client_ceiling, limits, refusal
 from agent.model.gpu import Driver, Gpu
-from agent.model.mps_abilities import client_ceiling, limits, refusal
 
 H200 = Gpu("GPU-1", 0, 0, "0000:1b:00.0", "NVIDIA H200", 143771 << 20, (9, 0))
 P100 = replace(H200, product="Tesla P100", compute_capability=(6, 0))

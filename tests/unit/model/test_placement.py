@@ -7,16 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.model.demand import VGPU, Demand
-from agent.model.free_gpu import FreeGpu
-from agent.model.placement import (
-    Choice,
-    Hint,
-    NoRoom,
-    PlacementPolicy,
-    hint_of,
-    place,
-    policy_of,
-)
+from agent.model.placement import Choice, FreeGpu, Hint, NoRoom, PlacementPolicy, hint_of, place, policy_of
 from agent.model.pod import Container, Pod, Stage
 from tests.pods import a_pod
 

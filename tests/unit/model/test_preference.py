@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.model.preference import choose
-from agent.model.topology import Topology
+from agent.model.gpu import Topology
+from agent.model.placement import choose
 from tests.unit.model.topo_matrices import MACHINES, machine
 
 EIGHT = [name for name in MACHINES if name not in ("hgx-16", "t4-4")]

@@ -6,7 +6,7 @@ driver without NVLink shows it.
 
 import re
 
-from agent.model.topology import Topology, pair_score
+from agent.model.gpu import Topology, pair_score
 
 LEVELS = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
 

@@ -1,6 +1,6 @@
 """A node in memory for the mode switcher: GPUs, holders, and resources that only write down what they did."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, cast
@@ -9,14 +9,14 @@ import anyio
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import ResourcePlugin
+from agent.kubelet.wire import ResourcePlugin
 from agent.model.gpu import Driver, Gpu
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, Mode
-from agent.model.node_layout import Entry, everywhere
+from agent.model.node_inventory import Entry, everywhere
 from agent.modes.desired import Desired
+from agent.modes.planner import SwitchState
 from agent.modes.resources import ResourceSet
-from agent.modes.switch_state import SwitchState
 from agent.modes.switcher import ModeSwitcher
 from agent.modes.wing import Node as AgentNode
 from agent.modes.wing import SetUpFailed, Wing
@@ -189,6 +189,7 @@ async def switching(
     when_busy: str = "drain",
     desired: Desired | None = None,
     standing: Desired | None = None,
+    draining: Collection[Mode] = (),
     cordons: Any = None,
     lingering: Any = None,
     unexplained: Any = None,
@@ -214,6 +215,7 @@ async def switching(
         wings=wings or {},
         when_busy="refuse" if when_busy == "refuse" else "drain",
         standing=standing,
+        draining=draining,
         cordons=cordons,
         lingering=lingering,
         unexplained=unexplained,

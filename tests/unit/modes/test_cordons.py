@@ -9,9 +9,8 @@ import pytest
 from agent.cluster.own_node import NodeNotWritten
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
-from agent.modes.cordon_book import CordonBook
-from agent.modes.cordons import ANNOTATION, Cordon, CordonsUnreadable, dated, decoded, encoded
-from agent.modes.switch_state import Phase
+from agent.modes.cordons import ANNOTATION, Cordon, CordonBook, CordonsUnreadable, dated, decoded, encoded
+from agent.modes.planner import Phase
 from tests.unit.modes.nodes import Daemon, gpu, snapshot_of, switching
 from tests.unit.node.test_telling import OwnNode
 

@@ -7,11 +7,11 @@ import pytest
 
 from agent.model.modes import OFF, SHARES, UNCLAIMED, WHOLE_GPUS, GpuMode, Mode, Offering
 from agent.modes import transition
-from agent.modes.claims import ClaimRequests
-from agent.modes.comparing import must_drain, summary
 from agent.modes.cordons import Cordon, cordoned
+from agent.modes.desired import ClaimRequests
+from agent.modes.planner import must_drain, summary
 from agent.modes.transition import ModeStage, ModeState, wanted
-from agent.modes.withheld import without
+from agent.modes.withholding import without
 
 GPU = "GPU-1"
 FREE = GpuMode(UNCLAIMED, dra=True)
@@ -164,6 +164,17 @@ def test_claims_choose_nothing_where_plugins_offer() -> None:
     assert requests.holds(GPU, leaving=False)
     requests.listed.publish(frozenset({"GPU-3"}))
     assert [requests.holds("GPU-3", leaving=each) for each in (False, True)] == [False, True]
+
+
+def test_a_gpu_keeps_the_mode_of_its_claims_over_a_restart() -> None:
+    """Though it shall leave, and no other record has the claims of pods that were deleted by force."""
+    requests = ClaimRequests()
+    requests.wanted.publish({GPU: SHARES})
+    requests.listed.publish(frozenset({GPU, "GPU-2"}))
+    assert requests.left("GPU-2") == GpuMode(UNCLAIMED, dra=True)
+    assert requests.left("GPU-3") is None
+    state = wanted(transition.first_seen(requests.left(GPU)), BY_PLUGIN)
+    assert (state.stage, state.mode, state.running) == (ModeStage.KEEPING, SHARES, SHARES)
 
 
 def test_a_choice_of_claims_is_no_change_of_the_nodes_mode() -> None:

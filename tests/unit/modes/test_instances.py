@@ -4,10 +4,10 @@ import pytest
 
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
-from agent.model.node_layout import everywhere
+from agent.model.node_inventory import everywhere
 from agent.modes.cordons import Cordon
 from agent.modes.desired import Desired
-from agent.modes.switch_state import Phase
+from agent.modes.planner import Phase
 from tests.unit.modes.nodes import Kubelet, gpu, switching
 from tests.unit.modes.test_switcher import settle
 
@@ -74,6 +74,24 @@ async def test_instances_drain_that_an_agent_before_had_handed_out() -> None:
         kubelet.end("worker")
         await node.reach("off")
         await settle(node, Phase.APPLIED)
+
+
+async def test_instances_that_drained_before_a_restart_go_on_draining() -> None:
+    """The request that is remembered is the one for none already."""
+    kubelet = one_pod()
+    async with switching(
+        gpu(0, mig=True), kubelet=kubelet, desired=NONE, standing=NONE, draining=(Mode.MIG,)
+    ) as node:
+        await node.reach("mig-")
+        await settle(node, Phase.SWITCHING)
+        assert node.switcher.state.value.gpus[0].waiting_for == ("default/worker",)
+        kubelet.end("worker")
+        await node.reach("off")
+        # From now on they are another plugin's.
+        kubelet.hold("theirs", SMALL, "MIG-0-1")
+        node.want(Mode.PGPU)
+        await settle(node, Phase.BLOCKED)
+        assert not any(each.waiting_for for each in node.switcher.state.value.gpus)
 
 
 async def test_held_instances_of_a_cordoned_gpu_are_taken_over() -> None:

@@ -8,8 +8,8 @@ import pytest
 from agent.kit.cell import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
-from agent.model.node_layout import Entry
-from agent.modes.lingering import LOOK_SECONDS, MOST_FAILURES, Departed, Lingering
+from agent.model.node_inventory import Entry
+from agent.modes.withholding import LOOK_SECONDS, MOST_FAILURES, Departed, Lingering
 from tests.unit.modes.nodes import Announcements, Kubelet, gpu, switching
 from tests.virtual_time import in_virtual_time
 

@@ -12,10 +12,9 @@ import pytest
 from agent.cluster.own_node import OwnNode
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.node_layout import Entry, LayoutError, faults_of, resolve
-from agent.modes.desired import ModeCatalog
-from agent.modes.sources import DesiredSource
-from agent.node.labels import label_value, labels_of
+from agent.model.node_inventory import Entry, LayoutError, faults_of, resolve
+from agent.modes.desired import DesiredSource, ModeCatalog
+from agent.node.conditions import label_value, labels_of
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.virtual_time import in_virtual_time
 
@@ -115,7 +114,7 @@ class LabelledNode:
 
 @in_virtual_time
 async def test_labels_are_followed_and_flapping_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.modes.sources.SPACING_SECONDS", 0.2)
+    monkeypatch.setattr("agent.modes.desired.SPACING_SECONDS", 0.2)
     node, source = LabelledNode(), DesiredSource(WORDS)
     published: list[str] = []
 

@@ -5,7 +5,7 @@ from typing import Any
 import anyio
 from structlog.testing import capture_logs
 
-from agent.kit.supervise import Supervisor
+from agent.kit.tasks import Supervisor
 from agent.model.modes import Mode
 from agent.modes.resources import ResourceSet
 from tests.scenarios.rig import GPU

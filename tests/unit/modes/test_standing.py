@@ -7,11 +7,10 @@ import anyio.lowlevel
 
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu
-from agent.model.modes import Mode
-from agent.model.node_layout import Entry, everywhere
-from agent.modes.desired import Desired, ModeCatalog
-from agent.modes.last_request import LastRequest
-from agent.modes.switch_state import Phase
+from agent.model.modes import Assignment, GpuMode, Mode, Offering
+from agent.model.node_inventory import Entry, everywhere
+from agent.modes.desired import Desired, LastRequest, ModeCatalog
+from agent.modes.planner import Phase
 from tests.unit.modes.nodes import Daemon, Kubelet, gpu, switching
 from tests.unit.modes.test_switcher import never_in_two_modes, settle
 
@@ -173,9 +172,10 @@ async def test_the_last_request_is_remembered_in_a_file(tmp_path: Path) -> None:
     memory = LastRequest(tmp_path / "state" / "mode")
     assert await memory.read() is None
     accepted: Cell[Desired | None] = Cell(None)
+    assignment = Cell(Assignment({gpu(0).uuid: GpuMode(Mode.PGPU)}))
     layout = Desired("mixed", (Entry(("0",), Mode.PGPU, replicas=4), Entry(("rest",), Mode.MPS)))
     async with anyio.create_task_group() as group:
-        group.start_soon(memory.follow, accepted)
+        group.start_soon(memory.follow, accepted, assignment)
         await anyio.lowlevel.checkpoint()
         with anyio.fail_after(5):
             for desired in (PGPU, layout):
@@ -187,6 +187,33 @@ async def test_the_last_request_is_remembered_in_a_file(tmp_path: Path) -> None:
             while await memory.read() != Desired("none", everywhere(Mode.OFF)):
                 await anyio.sleep(0.005)
         group.cancel_scope.cancel()
+
+
+async def test_instances_that_drain_are_remembered_until_they_have_drained(tmp_path: Path) -> None:
+    file, none = tmp_path / "mode", Desired("none", everywhere(Mode.OFF))
+    accepted: Cell[Desired | None] = Cell(none)
+    assignment = Cell(Assignment({gpu(0).uuid: GpuMode(Mode.MIG, Offering.CLOSED)}))
+
+    async def kept(draining: set[Mode]) -> None:
+        with anyio.fail_after(5):
+            while True:
+                another = LastRequest(file)
+                if await another.read() == none and set(another.draining) == draining:
+                    return
+                await anyio.sleep(0.005)
+
+    for modes, draining in ((assignment.value, {Mode.MIG}), (Assignment(), {Mode.MIG})):
+        # The second time the agent has just begun, and has not looked at its GPUs.
+        assignment.publish(modes)
+        async with anyio.create_task_group() as group:
+            group.start_soon(LastRequest(file).follow, accepted, assignment)
+            await kept(draining)
+            await anyio.sleep(0.05)
+            await kept(draining)
+            if not modes.gpus:
+                assignment.publish(Assignment({gpu(0).uuid: GpuMode(reason="off")}))
+                await kept(set())
+            group.cancel_scope.cancel()
 
 
 async def test_what_earlier_agents_and_others_wrote_is_read_for_what_it_is(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from agent.kubelet.podresources import LIST_SECONDS
 from agent.kubelet.service import DevicePluginService
 from agent.model.holding import Record
 from agent.model.modes import Mode
-from agent.model.node_layout import Entry, everywhere
+from agent.model.node_inventory import Entry, everywhere
 from agent.modes.desired import Desired
-from agent.modes.switch_state import Phase
+from agent.modes.planner import Phase
 from agent.modes.switcher import DELIVER_SECONDS, DRAIN_LOOK_SECONDS
 from agent.node.conditions import NodeStateWriter
 from tests.unit.modes.nodes import Announcements, Daemon, Kubelet, Node, gpu, snapshot_of, switching

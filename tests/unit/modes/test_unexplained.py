@@ -11,11 +11,10 @@ from structlog.testing import capture_logs
 
 from agent.kit.cell import Cell
 from agent.model.modes import Mode
-from agent.modes.lingering import Lingering
-from agent.modes.mode_metrics import modes_collector
-from agent.modes.switch_state import STARTING
-from agent.modes.switcher import ModeSwitcher
+from agent.modes.planner import STARTING
+from agent.modes.switcher import ModeSwitcher, modes_collector
 from agent.modes.unexplained import LOOK_SECONDS, MOST_NAMED, STEADY_SECONDS, Unexplained
+from agent.modes.withholding import Lingering
 from agent.telemetry import definitions as d
 from tests.unit.modes.nodes import Kubelet, Node, gpu, switching
 from tests.virtual_time import in_virtual_time

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.model.mps_abilities import LONGEST_SOCKET
+from agent.model.cuda import LONGEST_SOCKET
 from agent.mps.directories import SOCKETS, Directories
 from agent.mps.mps_errors import BadFolder
 from tests.component.mps.keeping import UUID

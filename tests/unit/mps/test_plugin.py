@@ -11,10 +11,9 @@ import pytest
 from agent.injection.inject import InjectionChoice, Injector, NodeSoftware
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Reason, Refused
+from agent.kubelet.wire import Reason, Refused
 from agent.model.demand import MPS, WAITING_FOR_GPU
-from agent.model.holding import Holding, Record, Source
-from agent.model.ledger import PairMember
+from agent.model.holding import Holding, PairMember, Record, Source
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.pod import Container, Pod
 from agent.mps import plugin as mps
@@ -22,7 +21,7 @@ from agent.mps.daemon_manager import DaemonManager
 from agent.mps.plugin import Conditions, MpsPlugin
 from agent.mps.pods import RootCheck
 from agent.pairing.pairing import Pairing
-from agent.pairing.pod_access import PodSource, Recorder
+from agent.pairing.resolver import PodSource, Recorder
 from agent.settings import Settings, load
 from tests.pods import a_pod
 from tests.unit.pairing.kubelet_model import machine

@@ -9,9 +9,8 @@ import anyio
 from agent.injection.inject import Injector, NodeSoftware
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.mps.daemon_manager import DaemonManager
+from agent.mps.daemon_manager import DaemonManager, MpsEvents
 from agent.mps.daemon_status import DaemonState, DaemonStatus
-from agent.mps.events import MpsEvents
 from agent.mps.pods import pod_facts
 from agent.mps.wing import MpsWing
 from agent.settings import load

@@ -5,11 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from agent.kubelet.plugin_types import Refused
+from agent.kubelet.wire import Refused
 from agent.model.demand import MPS
-from agent.model.ledger import PairMember
-from agent.model.metadata import Metadata
-from agent.model.pod import ContainerSpec, Pod, PodSpec, PodStatus, Requirements, SecurityContext
+from agent.model.holding import PairMember
+from agent.model.pod import ContainerSpec, Metadata, Pod, PodSpec, PodStatus, Requirements, SecurityContext
 from agent.mps.pods import RootCheck
 from tests.unit.mps.test_plugin import Node
 

@@ -9,7 +9,7 @@ import pytest
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember
 from agent.model.mount import Mount
 from agent.modes.desired import catalog_of
 from agent.mps import shares_cdi

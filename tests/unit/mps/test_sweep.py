@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.kit import bounded, trees
+from agent.kit import bounded, files
 from agent.mps import shm_sweep
 
 
@@ -58,7 +58,7 @@ def test_folders_in_folders_take_no_more_looks_than_one(tmp_path: Path) -> None:
         assert stat.S_ISDIR(status.st_mode) == (name == "folder")
         seen.append(name)
 
-    with trees.opened(tmp_path) as descriptor:
+    with files.opened(tmp_path) as descriptor:
         left = shm_sweep._walk(descriptor, visit, 50)
     assert left == 0
     assert len(seen) == 50

@@ -11,18 +11,10 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.modes import GpuMode, Mode
 from agent.modes.cordons import Cordon, Cordons
-from agent.modes.switch_state import STARTING, GpuSwitch, Phase, SwitchState
+from agent.modes.planner import STARTING, GpuSwitch, Phase, SwitchState
 from agent.node import driver_upgrade
-from agent.node.driver_upgrade import (
-    PATIENCE_SECONDS,
-    RELEASE_SECONDS,
-    STATE_LABEL,
-    DriverUpgrade,
-    stage_of,
-)
-from agent.node.driver_upgrade import (
-    UpgradeStage as Stage,
-)
+from agent.node.driver_upgrade import PATIENCE_SECONDS, RELEASE_SECONDS, STATE_LABEL, DriverUpgrade, stage_of
+from agent.node.driver_upgrade import UpgradeStage as Stage
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.unit.node.test_telling import OwnNode
 from tests.virtual_time import in_virtual_time

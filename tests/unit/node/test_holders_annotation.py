@@ -9,8 +9,8 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.node import holders_annotation
-from agent.node.holders_annotation import HOLDERS, MOST_HOLDERS, digest, text_of
+from agent.node import annotations
+from agent.node.annotations import HOLDERS, MOST_HOLDERS, digest, text_of
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.unit.node.test_inventory_annotation import modes
 from tests.virtual_time import in_virtual_time
@@ -66,7 +66,7 @@ async def test_an_old_record_is_marked_and_bursts_are_one_write() -> None:
     assignment: Cell[Assignment] = Cell(modes(GpuMode(Mode.VGPU)))
     notes: Cell[Mapping[str, str]] = Cell({"other": "kept"})
     async with anyio.create_task_group() as group:
-        group.start_soon(holders_annotation.follow, snapshot, assignment, record, Cell(None), dict, notes)
+        group.start_soon(annotations.follow_holders, snapshot, assignment, record, Cell(None), dict, notes)
         await anyio.sleep(10)
         assert notes.value == {"other": "kept"}
         for cores in range(1, 20):

@@ -11,14 +11,14 @@ import pytest
 from agent.extender.free_capacity import free_capacity
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kit.supervise import Supervisor
-from agent.model.growth import Growth, Place
+from agent.kit.tasks import Supervisor
+from agent.model.gpu import Topology
+from agent.model.holding import Growth, Place
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.node_inventory import INVENTORY, decode, encode
-from agent.model.topology import Topology
 from agent.modes.resources import ResourceSet
-from agent.node import inventory_annotation
-from agent.node.inventory_annotation import ahead, follow, inventory_of
+from agent.node import annotations as inventory_annotation
+from agent.node.annotations import ahead, follow_inventory, inventory_of
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.unit.node.test_telling import OwnNode
 
@@ -62,7 +62,7 @@ async def test_it_is_published_on_change_only() -> None:
     notes: Cell[Mapping[str, str]] = Cell({})
     grown: Cell[Mapping[Place, Growth]] = Cell({})
     async with anyio.create_task_group() as group:
-        group.start_soon(follow, inventory, assignment, None, notes, grown)
+        group.start_soon(follow_inventory, inventory, assignment, None, notes, grown)
         await anyio.wait_all_tasks_blocked()
         assert notes.value == {}
         inventory.publish(snapshot_of(gpu(0)))

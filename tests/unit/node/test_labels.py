@@ -1,16 +1,17 @@
 """GPU labels beside GPU Feature Discovery, which may come to a node and leave it at any time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
+from agent.model.gpu import Gpu, Instance
 from agent.model.modes import Assignment
-from agent.modes.switch_state import Phase, SwitchState
-from agent.node.conditions import MODE_LABEL, NodeStateWriter
-from agent.node.labels import GFD_MARK, labels_of
+from agent.modes.planner import Phase, SwitchState
+from agent.node.conditions import GFD_MARK, MODE_LABEL, NodeStateWriter, labels_of
+from agent.node.forget import is_ours
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.unit.node.test_telling import OwnNode
 from tests.virtual_time import in_virtual_time
@@ -88,3 +89,85 @@ async def test_labels_come_with_a_driver_that_comes_late_and_stay_when_it_goes()
         await anyio.sleep(5)
         assert (node.known or {})[PRODUCT] == "NVIDIA-H200"
         group.cancel_scope.cancel()
+
+
+def parted(index: int, *profiles: str) -> Gpu:
+    instances = tuple(
+        Instance(f"MIG-{index}-{n}", n, 0, profile, 16384 << 20, 16, 1, 1, (1, 1, 0, 1, 0))
+        for n, profile in enumerate(profiles)
+    )
+    return replace(gpu(index), mig_enabled=True, mig_switch="live", instances=instances)
+
+
+def described(
+    *gpus: Gpu, strategy: str | None, present: Mapping[str, str] | None = None
+) -> dict[str, str | None]:
+    """Labels about instances and, with strategy single, about what nvidia.com/gpu is."""
+    found = labels_of(snapshot_of(*gpus), Assignment(), present or {}, strategy)
+    return {key.removeprefix("nvidia.com/"): text for key, text in found.items()}
+
+
+def test_instances_are_labelled_as_gfd_labels_them() -> None:
+    found = described(parted(0, "1g.18gb", "1g.18gb+me"), parted(1, "1g.18gb"), gpu(2), strategy="mixed")
+    assert (found["mig.capable"], found["mig.strategy"]) == ("true", "mixed")
+    assert (found["gpu.product"], found["gpu.count"], found["gpu.replicas"]) == ("NVIDIA-H200", "3", "1")
+    small = {key: text for key, text in found.items() if key.startswith("mig-1g.18gb.") and ".me." not in key}
+    assert {key.removeprefix("mig-1g.18gb."): text for key, text in small.items()} == {
+        "product": "NVIDIA-H200-MIG-1g.18gb",
+        "count": "2",
+        "replicas": "1",
+        "memory": "16384",
+        "multiprocessors": "16",
+        "slices.gi": "1",
+        "slices.ci": "1",
+        "engines.copy": "1",
+        "engines.decoder": "1",
+        "engines.encoder": "0",
+        "engines.jpeg": "1",
+        "engines.ofa": "0",
+    }
+    assert found["mig-1g.18gb.me.product"] == "NVIDIA-H200-MIG-1g.18gb.me"
+    assert found["mig-1g.18gb.me.count"] == "1"
+
+
+def test_strategy_single_describes_gpus_as_their_instances() -> None:
+    found = described(parted(0, "3g.71gb", "3g.71gb"), parted(1, "3g.71gb"), strategy="single")
+    assert found["gpu.product"] == "NVIDIA-H200-MIG-3g.71gb"
+    assert (found["gpu.count"], found["gpu.replicas"], found["gpu.memory"]) == ("3", "1", "16384")
+    assert (found["gpu.slices.gi"], found["gpu.compute.major"]) == ("1", "9")
+    for gpus in ((parted(0, "3g.71gb"), gpu(1)), (parted(0, "3g.71gb", "1g.18gb"),), (parted(0),)):
+        found = described(*gpus, strategy="single")
+        assert found["gpu.product"] == "NVIDIA-H200-MIG-INVALID"
+        assert {found[f"gpu.{part}"] for part in ("count", "replicas", "memory")} == {"0"}
+        assert "gpu.slices.gi" not in found
+    assert described(gpu(0), strategy="single")["gpu.product"] == "NVIDIA-H200"
+
+
+def test_labels_of_profiles_that_are_gone_go() -> None:
+    there = {
+        "nvidia.com/mig-3g.71gb.count": "1",
+        "nvidia.com/gpu.slices.gi": "3",
+        "nvidia.com/mig.config": "all-3g.71gb",
+        "nvidia.com/mig.config.state": "success",
+        "nvidia.com/mig-parted.example": "theirs",
+    }
+    found = labels_of(snapshot_of(parted(0, "1g.18gb")), Assignment(), there, "mixed")
+    assert {key for key, text in found.items() if text is None} == {
+        "nvidia.com/mig-3g.71gb.count",
+        "nvidia.com/gpu.slices.gi",
+    }
+    assert [key for key in there if is_ours(key, there)] == list(there)[:2]
+    beside = {**there, GFD_MARK: "1"}
+    assert set(labels_of(snapshot_of(parted(0)), Assignment(), beside, "mixed")) == {
+        "cuda-major-version",
+        "cuda-minor-version",
+    }
+    assert not [key for key in beside if is_ours(key, beside)]
+
+
+def test_instances_that_are_not_offered_are_not_described() -> None:
+    found = described(parted(0, "1g.18gb"), strategy=None)
+    assert found["mig.capable"] == "true"
+    assert not {key for key in found if key.startswith("mig-") or key == "mig.strategy"}
+    assert found["gpu.replicas"] == "0"  # as of all GPUs in MIG mode
+    assert described(gpu(0), strategy=None)["mig.capable"] == "false"

@@ -7,8 +7,7 @@ import pytest
 
 from agent.cluster.event_recorder import Event
 from agent.kit.cell import Cell
-from agent.model.metadata import Metadata, OwnerReference
-from agent.model.pod import ContainerSpec, Pod, PodSpec, PodStatus, Requirements
+from agent.model.pod import ContainerSpec, Metadata, OwnerReference, Pod, PodSpec, PodStatus, Requirements
 from agent.node import refused_pods
 
 

@@ -6,7 +6,7 @@ import pytest
 from agent.kit.cell import Cell
 from agent.model.demand import VGPU
 from agent.model.holding import Holding, Record
-from agent.modes.switch_state import SwitchState
+from agent.modes.planner import SwitchState
 from agent.node.conditions import NodeStateWriter
 from agent.node.scale_down import ANNOTATION, MARK, holds_unseen, wanted
 from tests.unit.node.test_telling import STATE, OwnNode

@@ -10,7 +10,7 @@ import pytest
 from agent.cluster.own_node import Amounts, NodeNotWritten, OwnCondition
 from agent.kit.cell import Cell
 from agent.model.modes import GpuMode, Mode, Offering
-from agent.modes.switch_state import GpuSwitch, Phase, SwitchState
+from agent.modes.planner import GpuSwitch, Phase, SwitchState
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION, NodeStateWriter, encode
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from agent.model.holding import Holding, Record
-from agent.model.metadata import Metadata
-from agent.model.pod import ContainerSpec, Pod, PodSpec, PodStatus, Requirements
+from agent.model.pod import ContainerSpec, Metadata, Pod, PodSpec, PodStatus, Requirements
 from agent.node.unadmitted_pods import unadmitted
 
 CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"

@@ -12,7 +12,7 @@ from agent.cluster.own_node import Amounts
 from agent.kit.cell import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.node.capacity import Capacity, KubeletMute, Offer
-from agent.node.inherited import Inherited
+from agent.node.driver_upgrade import Inherited
 from agent.node.object import ClusterNode
 from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals

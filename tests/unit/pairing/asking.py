@@ -4,9 +4,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember
 from agent.model.pod import Pod
-from agent.pairing.pod_access import Recorder
+from agent.pairing.resolver import Recorder
 from tests.unit.pairing.kubelet_model import Admission, KubeletModel
 
 

@@ -12,22 +12,19 @@ from typing import Any, cast
 from agent.holdings.record import Evidence, View, join
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Refused
 from agent.kubelet.podresources import PodResourcesUnavailable
+from agent.kubelet.wire import Refused
 from agent.lists.shared_pair import SharedPair, Sharing
 from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
-from agent.model.holding import Holding, Record
-from agent.model.ledger import PairMember
+from agent.model.holding import Holding, PairMember, Record
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.placement import PlacementPolicy
 from agent.model.pod import Container, Pod, Stage
 from agent.model.units import ResourcePair
 from agent.pairing.pair_rules import Grant, PairRules
 from agent.pairing.pairing import Pairing
-from agent.pairing.pod_access import PairRefused, PodSource, PodsUnavailable
-from agent.pairing.requester import resource_of
-from agent.pairing.resolver import RequesterResolver
+from agent.pairing.resolver import PairRefused, PodSource, PodsUnavailable, RequesterResolver, resource_of
 from tests.pods import a_pod, changed
 
 Key = tuple[str, str]

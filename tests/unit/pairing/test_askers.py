@@ -1,7 +1,6 @@
 from agent.model.demand import VGPU
-from agent.model.holding import Record
-from agent.model.ledger import PairHoldings, PairMember
-from agent.pairing.requester import askers
+from agent.model.holding import PairHoldings, PairMember, Record
+from agent.pairing.resolver import askers
 from tests.pods import changed
 from tests.unit.pairing.kubelet_model import pod, share
 

@@ -4,9 +4,8 @@ import anyio
 import pytest
 
 from agent.model.demand import Demand
-from agent.model.holding import Record
-from agent.model.ledger import PairMember
-from agent.pairing.pod_access import Cause, PairRefused
+from agent.model.holding import PairMember, Record
+from agent.pairing.resolver import Cause, PairRefused
 from tests.unit.pairing.asking import first, index, told
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share
 

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from agent.cluster.api import ApiRefused, ApiUnavailable
-from agent.cluster.cgroup_uids import HASH_ANNOTATION, CgroupUids
 from agent.cluster.event_recorder import Event
+from agent.cluster.pods import HASH_ANNOTATION, CgroupUids
 from agent.cluster.reflector import Reflector
 from agent.model.pod import Container, Pod, Stage
 from agent.pairing import cluster_pods
 from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
-from agent.pairing.pod_access import PodsUnavailable
+from agent.pairing.resolver import PodsUnavailable
 from tests.pods import a_pod, changed
 
 

@@ -9,8 +9,7 @@ from agent.holdings.record import View
 from agent.kit.cell import Cell
 from agent.kubelet.podresources import PodResources
 from agent.model.demand import VGPU
-from agent.model.holding import Record
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember, Record
 from agent.model.pod import Container
 from tests.component.kubelet_room.parts import eventually
 from tests.pods import changed

@@ -6,12 +6,12 @@ import pytest
 
 from agent._proto import v1beta1
 from agent.injection.inject import Injector
-from agent.kubelet.plugin_types import Refused
+from agent.kubelet.wire import Refused
 from agent.lists.shared_pair import SharedPairPlugin, Sharing
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.pod import Stage
-from agent.pairing.pod_access import PairRefused
+from agent.pairing.resolver import PairRefused
 from agent.settings import load
 from tests.unit.pairing.asking import InOrder
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share

@@ -7,10 +7,8 @@ from typing import Any, cast
 import pytest
 
 from agent.model.demand import VGPU
-from agent.model.holding import Holding, Record, Source
-from agent.model.ledger import PairMember
-from agent.pairing.pod_access import PodSource
-from agent.pairing.resolver import RequesterResolver
+from agent.model.holding import Holding, PairMember, Record, Source
+from agent.pairing.resolver import PodSource, RequesterResolver
 from tests.unit.pairing.asking import InOrder, index
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 

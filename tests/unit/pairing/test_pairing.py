@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 
 from agent.model.demand import MPS
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.placement import ASSIGNED, PlacementPolicy
 from agent.model.pod import Container, Pod, Stage
-from agent.pairing.pod_access import Cause, PairRefused
+from agent.pairing.resolver import Cause, PairRefused
 from tests.pods import changed
 from tests.unit.pairing.asking import Told, index, told
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share, undisturbed

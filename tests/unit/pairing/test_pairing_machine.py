@@ -10,11 +10,11 @@ import structlog
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agent.kubelet.plugin_types import Refused
+from agent.kubelet.wire import Refused
 from agent.model.demand import CORES
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember
 from agent.model.pod import Pod, Stage
-from agent.pairing.pod_access import PairRefused
+from agent.pairing.resolver import PairRefused
 from tests.unit.pairing.kubelet_model import AgentKilled, KubeletModel, pod, share, undisturbed
 from tests.unit.state_machines import run
 

@@ -7,12 +7,10 @@ import anyio
 import pytest
 
 from agent.kubelet.podresources import PodResourcesUnavailable
-from agent.model.holding import Record
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember, Record
 from agent.model.pod import Container, Pod, Stage
 from agent.pairing.pairing import PROMPT_SECONDS
-from agent.pairing.pod_access import Cause, PairRefused
-from agent.pairing.resolver import DOUBT_SECONDS, DOUBT_SHARE, DOUBT_TOTAL_SECONDS
+from agent.pairing.resolver import DOUBT_SECONDS, DOUBT_SHARE, DOUBT_TOTAL_SECONDS, Cause, PairRefused
 from tests.pods import changed
 from tests.unit.pairing.asking import InOrder, first, index
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share

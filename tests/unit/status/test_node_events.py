@@ -1,6 +1,6 @@
 """Events on the node."""
 
-from agent.inventory.health_counters import Transition
+from agent.inventory.actor import Transition
 from agent.model.health import FaultKind, HealthState
 from agent.status.node_events import node_events
 

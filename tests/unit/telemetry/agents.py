@@ -6,14 +6,14 @@ from pathlib import Path
 from agent.inventory.actor import Inventory
 from agent.inventory.reducer import Scanned, reduce
 from agent.kit.cell import Cell
-from agent.kit.supervise import Supervisor
+from agent.kit.tasks import Supervisor
 from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.plugin_types import Allocation, PreferenceRequest
+from agent.kubelet.wire import Allocation, PreferenceRequest
 from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
-from agent.telemetry.reading import Sources
 from agent.telemetry.sampler import Sampler
+from agent.telemetry.series import Sources
 
 
 class IdlePlugin:

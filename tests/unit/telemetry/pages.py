@@ -4,8 +4,8 @@ import anyio
 import anyio.to_thread
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from agent.telemetry.reading import Reading, Sources
 from agent.telemetry.rendering import render
+from agent.telemetry.series import Reading, Sources
 from agent.web.server import Reply
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"

@@ -11,8 +11,7 @@ from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
 from agent.model.pod import Pod
 from agent.nvml.port import GpuProcess, Sample
-from agent.telemetry.attribution import Attributed, Attribution, attribute
-from agent.telemetry.shares import ContainerShare, shares_of
+from agent.telemetry.containers import Attributed, Attribution, ContainerShare, attribute, shares_of
 from tests.pods import seen
 
 GIB = 1 << 30

@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from agent.holdings.owners import Owners, ProcessUnreadable, container_of_process
+from agent.holdings.record import Owners, ProcessUnreadable, container_of_process
 from agent.kit.cell import Cell
 from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind
 from agent.telemetry import definitions as d
-from agent.telemetry.attribution import Attribution, Use
-from agent.telemetry.container_metrics import COMPATIBLE, compatible_series, container_series
 from agent.telemetry.container_use import ContainerUse, ContainerWatch, Uses, above_limit
+from agent.telemetry.containers import Attribution, ContainerShare, Use
 from agent.telemetry.rendering import written
-from agent.telemetry.shares import ContainerShare
-from agent.telemetry.window import Span
+from agent.telemetry.sampler import Span
+from agent.telemetry.series import COMPATIBLE, compatible_series, container_series
 from tests.pods import seen
 from tests.unit.telemetry.agents import Parts
 from tests.unit.telemetry.pages import OPENMETRICS, page, value

@@ -6,12 +6,13 @@ import pytest
 
 from agent.kit.cell import Cell
 from agent.model.claim_device import ClaimedShare
-from agent.model.growth import Growth
-from agent.model.holding import Holding, Record
+from agent.model.gpu import Instance
+from agent.model.holding import Growth, Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
+from agent.nvml.port import Sample
 from agent.telemetry.container_use import Uses
-from agent.telemetry.free import free_collector, free_series
-from agent.telemetry.shares import shares_of
+from agent.telemetry.containers import Attribution, attribute, shares_of
+from agent.telemetry.health_metrics import free_collector, free_series
 from tests.unit.modes.nodes import gpu, snapshot_of
 
 SNAPSHOT = snapshot_of(*map(gpu, range(4)))
@@ -154,3 +155,23 @@ def test_nothing_is_said_while_nobody_knows_who_holds_what() -> None:
     assert not list(free_collector(*cells, None))  # they were not worked out yet
     uses.publish(Uses())
     assert len(list(free_collector(*cells, None))) == 4
+
+
+def test_instances_are_billed_by_their_part_of_the_memory() -> None:
+    small = Instance("MIG-0-1", 1, 0, "1g.18gb", GPUS[UUIDS[0]].memory_bytes // 8)
+    large = Instance("MIG-0-2", 2, 0, "3g.71gb", GPUS[UUIDS[0]].memory_bytes // 2)
+    gpus = {UUIDS[0]: replace(GPUS[UUIDS[0]], mig_enabled=True, instances=(small, large))}
+    holdings = (
+        Holding("a", "one", "main", "nvidia.com/mig-1g.18gb", ("MIG-0-1",)),
+        Holding("a", "both", "main", "nvidia.com/gpu", ("MIG-0-1", "MIG-0-2")),
+        Holding("a", "gone", "main", "nvidia.com/mig-2g.35gb", ("MIG-0-3",)),
+    )
+    shares = shares_of(Record(holdings, ()), gpus)
+    assert [(each.pod, each.gpu, each.mode, each.held) for each in shares] == [
+        ("one", UUIDS[0], Mode.MIG, 0.125),
+        ("both", UUIDS[0], Mode.MIG, 0.625),
+    ]
+    assert shares[0].memory_limit == small.memory_bytes
+    # NVML says nothing of the work of their processes.
+    sample = Sample(0.5, None, 1, 2, None, None, processes=(), busy=())
+    assert attribute(shares, sample, {}, {}).uses[0].utilization_grade is Attribution.ALLOCATED

@@ -15,15 +15,15 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from agent import __version__
 from agent.inventory.reducer import Unavailable, reduce
-from agent.kit.supervise import TaskState
-from agent.lists.pairs import pairs_collector
+from agent.kit.tasks import TaskState
+from agent.lists.shared_pair import pairs_collector
 from agent.nvml.port import Sample
 from agent.pairing.pairing import PairingStats
 from agent.telemetry import definitions as d
 from agent.telemetry.process import read_process_use
-from agent.telemetry.reading import Series
 from agent.telemetry.rendering import render
 from agent.telemetry.sampler import Samples, TakenSample
+from agent.telemetry.series import Series
 from tests import metrics_reference
 from tests.unit.telemetry.agents import Parts
 from tests.unit.telemetry.pages import OPENMETRICS, page, rendered, value, values

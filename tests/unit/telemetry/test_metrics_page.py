@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from agent.kit.cell import Cell
-from agent.telemetry.container_metrics import COMPATIBLE
-from agent.telemetry.page import MetricsPage
+from agent.telemetry.rendering import MetricsPage
+from agent.telemetry.series import COMPATIBLE
 from agent.web.server import HttpServer
 from tests.unit.telemetry.agents import Parts
 from tests.unit.telemetry.pages import OPENMETRICS, rendered, value

@@ -11,8 +11,8 @@ import pytest
 from agent.inventory.reducer import Unavailable, reduce
 from agent.nvml.nvml_errors import NvmlCode
 from agent.nvml.port import Sample, SampleRequest
-from agent.telemetry.gpus import sample_series
 from agent.telemetry.sampler import Sampler, Samples
+from agent.telemetry.series import sample_series
 from tests.unit.telemetry.agents import Parts
 from tests.virtual_time import in_virtual_time
 
@@ -43,8 +43,8 @@ async def work_becomes(sampler: Sampler, uuid: str, work: Mapping[int, float]) -
 
 def long_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver whose samples stand for longer than any round of a busy machine."""
-    monkeypatch.setattr("agent.telemetry.process_work.DRIVER_SECONDS", 600.0)
-    monkeypatch.setattr("agent.telemetry.process_work.SHORTEST_SECONDS", 600.0)
+    monkeypatch.setattr("agent.telemetry.process.DRIVER_SECONDS", 600.0)
+    monkeypatch.setattr("agent.telemetry.process.SHORTEST_SECONDS", 600.0)
 
 
 async def test_every_healthy_gpu_is_read() -> None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import anyio
 import pytest
 
-from agent.holdings.owners import Owners
+from agent.holdings.record import Owners
 from agent.kit.cell import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.holding import Holding, Record
@@ -15,7 +15,7 @@ from agent.nvml.port import GpuProcess, Sample
 from agent.nvml.sampling import mean_use
 from agent.simulator.state import ProcessKind
 from agent.telemetry.container_use import ContainerUse, ContainerWatch
-from agent.telemetry.process_work import ProcessWork
+from agent.telemetry.process import ProcessWork
 from agent.telemetry.sampler import Samples
 from tests.pods import seen
 from tests.unit.telemetry.agents import Parts

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.telemetry.window import BUCKETS, Window
+from agent.telemetry.sampler import BUCKETS, Window
 
 
 def test_a_peak_stays_for_the_window_and_no_longer() -> None:

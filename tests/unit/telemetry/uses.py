@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from agent.model.modes import Mode
-from agent.telemetry.attribution import Attribution, Use
 from agent.telemetry.container_use import ContainerUse, Uses
-from agent.telemetry.shares import ContainerShare
-from agent.telemetry.window import Span
+from agent.telemetry.containers import Attribution, ContainerShare, Use
+from agent.telemetry.sampler import Span
 
 MIB = 1 << 20
 

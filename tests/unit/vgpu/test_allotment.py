@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.vgpu.allotment import Claim, allot, claim, elastic
+from agent.vgpu.compute import Claim, allot, claim, elastic
 
 A = claim("a", 30, None, low=False)
 BURST = claim("b", 20, 80, low=False)

@@ -8,9 +8,18 @@ import pytest
 
 from agent.vgpu import compute as room
 from agent.vgpu import layout
-from agent.vgpu.compute import BEAT_SECONDS, Compute, ComputeRequest, MeasuredWork, release
-from agent.vgpu.compute_request import compute_request_of
-from agent.vgpu.correction import LEAST, MOST, corrected, rivals
+from agent.vgpu.compute import (
+    BEAT_SECONDS,
+    LEAST,
+    MOST,
+    Compute,
+    ComputeRequest,
+    MeasuredWork,
+    compute_request_of,
+    corrected,
+    release,
+    rivals,
+)
 from agent.vgpu.folders import LIMITS, key_of
 from agent.vgpu.limits import ContainerLimits
 from tests.unit.vgpu.compute_site import Site

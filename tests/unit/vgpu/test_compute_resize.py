@@ -8,9 +8,9 @@ import anyio.to_thread
 import msgspec
 
 from agent.kit.cell import Cell
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember
 from agent.model.pod import Pod
-from agent.pairing.pod_access import Recorder
+from agent.pairing.resolver import Recorder
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.limits import ContainerLimits, Enforcement
 from agent.vgpu.resize import FreeUnits, NoUnits, Resizer

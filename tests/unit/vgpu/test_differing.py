@@ -7,7 +7,7 @@ import pytest
 
 from agent.telemetry import definitions as d
 from agent.vgpu import layout
-from agent.vgpu.differing import READINGS
+from agent.vgpu.events import READINGS
 from agent.vgpu.folders import USAGE
 from tests.unit.vgpu.test_watch import CAP, MIB, PLACE, Node, metric
 

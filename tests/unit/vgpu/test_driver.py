@@ -8,7 +8,7 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from agent.kubelet.plugin_types import Allocation
+from agent.kubelet.wire import Allocation
 from agent.nvml.nvml_errors import NvmlCode, error_for
 from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine

@@ -13,7 +13,7 @@ from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.gpu import Driver
 from agent.settings import HostSettings, Injection, Settings
-from agent.vgpu.driver_fence import DriverFence
+from agent.vgpu.driver import DriverFence
 from agent.vgpu.memory_limits import FILE
 from tests.unit.pairing.kubelet_model import machine
 

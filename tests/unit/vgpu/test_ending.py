@@ -10,9 +10,8 @@ import anyio.to_thread
 import pytest
 
 from agent.settings import Settings
-from agent.vgpu.ending import end
 from agent.vgpu.limits import Enforcement
-from agent.vgpu.watch import CONTEXT_BYTES, END_READINGS, READINGS, REFUSED_READINGS, tolerance
+from agent.vgpu.watch import CONTEXT_BYTES, END_READINGS, READINGS, REFUSED_READINGS, end, tolerance
 from tests.unit.vgpu.test_watch import CAP, Node
 
 POD = "01234567-89ab-cdef-0123-456789abcdef"

@@ -6,7 +6,7 @@ import anyio.to_thread
 from structlog.testing import capture_logs
 
 from agent.vgpu.folders import USAGE
-from agent.vgpu.problems import QUIET_SECONDS, Problems
+from agent.vgpu.isolation_errors import QUIET_SECONDS, Problems
 from tests.unit.vgpu.test_watch import Node
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from agent.model.ledger import PairMember
+from agent.model.holding import PairMember
 from agent.vgpu import layout
 from agent.vgpu.folders import USAGE, key_of
 from agent.vgpu.resize import BadResize, FreeUnits, NoUnits, Resizer, wanted

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import Allocation
+from agent.kubelet.wire import Allocation
 from agent.model.demand import VGPU
 from agent.model.holding import Holding, Record
 from agent.model.mount import Mount

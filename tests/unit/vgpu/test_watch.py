@@ -16,7 +16,7 @@ import pytest
 from agent.kit.cell import Cell
 from agent.model.holding import Record
 from agent.model.pod import Pod
-from agent.pairing.pod_access import Recorder
+from agent.pairing.resolver import Recorder
 from agent.telemetry import definitions as d
 from agent.telemetry.definitions import Definition
 from agent.vgpu import layout

@@ -14,17 +14,15 @@ import pytest
 from anyio.abc import TaskGroup
 
 from agent.kit.cell import Cell
-from agent.kit.supervise import Supervisor
-from agent.kubelet.plugin_types import Allocation, Reason, Refused
-from agent.model.holding import Holding
-from agent.model.ledger import PairMember
+from agent.kit.tasks import Supervisor
+from agent.kubelet.wire import Allocation, Reason, Refused
+from agent.model.holding import Holding, PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.settings import HostSettings, Modes, Settings
 from agent.settings import Vgpu as Configured
 from agent.telemetry import definitions as d
-from agent.vgpu.copies import Copies
-from agent.vgpu.driver_fence import DriverFence
-from agent.vgpu.library import ELF
+from agent.vgpu.driver import DriverFence
+from agent.vgpu.library import ELF, Copies
 from agent.vgpu.node_limits import word_of
 from agent.vgpu.room import Isolation
 from agent.vgpu.wing import VgpuWing

@@ -5,8 +5,8 @@ import time
 import anyio
 import pytest
 
-from agent.kit.supervise import Supervisor, TaskState
-from agent.model.pod_names import without_pods
+from agent.kit.tasks import Supervisor, TaskState
+from agent.model.pod import without_pods
 from agent.web.probes import Probes
 from agent.web.server import HttpRequest, HttpServer
 

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from agent.web import server as web
-from agent.web.listening import CannotListen
+from agent.web.connections import CannotListen
 from agent.web.server import HttpRequest, HttpServer, Reply
 
 Logs = list[MutableMapping[str, Any]]

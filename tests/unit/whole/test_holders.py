@@ -4,9 +4,9 @@ from time import monotonic
 
 import pytest
 
-from agent.kubelet.plugin_types import Reason, Refused
+from agent.kubelet.wire import Reason, Refused
 from agent.model.holding import Holding, Record, Source
-from agent.whole.plugin import RESOURCE
+from agent.whole.wing import RESOURCE
 from tests.unit.whole.test_plugin import Parts
 
 

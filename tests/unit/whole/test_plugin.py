@@ -13,13 +13,13 @@ from agent._proto import v1beta1
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
-from agent.kubelet.plugin_types import PreferenceRequest, Reason, Refused
 from agent.kubelet.podresources import PodResourcesUnavailable
+from agent.kubelet.wire import PreferenceRequest, Reason, Refused
 from agent.model.gpu import Gpu
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.settings import Injection, Settings
-from agent.whole.plugin import RESOURCE, SHARED_RESOURCE, PgpuPlugin
+from agent.whole.wing import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 
 PGPU = GpuMode(Mode.PGPU)
 

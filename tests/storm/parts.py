@@ -1,0 +1,165 @@
+"""Instances of GPUs in MIG mode: none is destroyed that is held or others made; none is half offered."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import anyio
+
+from agent.model.modes import Mode
+from agent.simulator import mig
+from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
+from agent.simulator.mig_calls import MigCalls
+from agent.simulator.nvml import SimulatedNvml
+
+if TYPE_CHECKING:
+    from agent.nvml.port import MigProfile
+    from tests.storm.world import World
+
+PREFIX = "nvidia.com/mig-"
+# The inventory is read every 10 s, and what is gone stays listed, as Unhealthy.
+GONE_SECONDS = 15.0
+LEAVING_SECONDS = 2.0
+STARTED_SECONDS = 45.0  # an agent that has just started, NVML or a kubelet that works again
+CALM_SECONDS = 400.0  # a step that failed again and again is tried every five minutes
+
+
+class Parts:
+    """Instances of a world, as far as the driver's own table does not say."""
+
+    def __init__(self) -> None:
+        self.others: set[str] = set()  # made by hand
+        self.strays = 0  # processes of no pod
+        self.found: list[str] = []
+        self._since: dict[str, float] = {}
+        self._well = 0.0
+
+    def went(self, uuid: str) -> None:
+        """Somebody destroyed it by hand."""
+        self.others.discard(uuid)
+
+    def wrong(self, world: "World") -> str | None:
+        """The fault, in words; None: there is none."""
+        if not world.shape.mig:
+            return None
+        if self.found:
+            return self.found[0]
+        now, life, agent = anyio.current_time(), world.kubelet._life, world.running
+        if life is None or agent is None or world.current is None or world.nvml_faults or world.lost:
+            self._well = now
+        began = world.current.began if world.current else now
+        quiet = max(self._well, world.nvml_well, world.kubelet_began, began)
+        if now - quiet < STARTED_SECONDS or life is None or agent is None:
+            self._since.clear()
+            return None
+        there = {
+            each.uuid.decode(): PREFIX + each.profile.decode().replace("+", ".")
+            for slot in world.machine.slots
+            for each in world.machine.gpu(slot).instances
+            if each.used
+        }
+        leaving = agent.wings[Mode.MIG]._layouts.leaving  # type: ignore[attr-defined]
+        offered = {
+            (uuid, resource)
+            for resource, healthy in life.devices.tables.healthy.items()
+            if resource.startswith(PREFIX)
+            for uuid in healthy
+        }
+        problems = {uuid: GONE_SECONDS for uuid, resource in offered if there.get(uuid) != resource}
+        problems |= {uuid: LEAVING_SECONDS for uuid, _ in offered if uuid in leaving and uuid not in problems}
+        self._since = {uuid: self._since.get(uuid, now) for uuid in problems}
+        for uuid, seconds in problems.items():
+            if (lasts := now - self._since[uuid]) > seconds:
+                what = "is to be destroyed" if uuid in leaving else "is not there"
+                return f"{uuid} has been offered for {lasts:.0f} s, and {what}"
+        return None
+
+
+def held(world: "World") -> dict[str, str]:
+    """The instances that pods hold by the kubelet's own tables, and by which pod."""
+    found: dict[str, str] = {}
+    life = world.kubelet._life
+    api = world.kubelet.api
+    known = (api.pods.values(), api.manifests.values(), life._pods.values() if life else ())
+    alive = {pod.uid: pod.spec.name for pods in known for pod in pods if not pod.phase.finished}
+    for uid, _, resource, allocation in life.devices.tables.pods.entries() if life else ():
+        if uid in alive and resource.startswith(PREFIX):
+            found |= dict.fromkeys(allocation.ids, alive[uid])
+    return found
+
+
+def observe(world: "World") -> Callable[[], None]:
+    """Look at each instance that the agent makes or destroys; what ends that is returned."""
+    make, destroy = MigCalls.make_instance, MigCalls.destroy_instance
+
+    def uuids(uuid: str, number: int) -> Iterator[str]:
+        for each in world.machine.gpu(uuid).instances:
+            if each.used and each.gpu_instance == number:
+                yield each.uuid.decode()
+
+    def made(self: SimulatedNvml, uuid: str, profile: "MigProfile", start: int) -> int:
+        number = make(self, uuid, profile, start)
+        for each in uuids(uuid, number):
+            world.parts.others.discard(each)
+        return number
+
+    def destroyed(self: SimulatedNvml, uuid: str, number: int) -> None:
+        doomed, holders = list(uuids(uuid, number)), held(world)
+        destroy(self, uuid, number)
+        for each in doomed:
+            if each in holders:
+                world.parts.found.append(f"{each} was destroyed, and pod {holders[each]} holds it")
+            if each in world.parts.others:
+                world.parts.found.append(f"{each} was destroyed, and others had made it")
+
+    SimulatedNvml.make_instance = made  # type: ignore[method-assign, assignment]
+    SimulatedNvml.destroy_instance = destroyed  # type: ignore[method-assign, assignment]
+
+    def end() -> None:
+        del SimulatedNvml.make_instance
+        del SimulatedNvml.destroy_instance
+
+    return end
+
+
+async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int) -> str | None:
+    """Once others have let go of a GPU it gets its layout, and a pod runs on each kind; why not, in words."""
+    for uuid in tuple(world.parts.others):
+        world.machine.destroy_instance(slot, uuid)
+        world.parts.went(uuid)
+    world.machine.set_mig(slot, enabled=True)
+    world.label(word)
+    await anyio.sleep(CALM_SECONDS)
+    there = sorted((each.profile.decode(), bool(each.bare)) for each in mig.there(world.machine.gpu(slot)))
+    agent = world.running
+    states = agent.core.inventory.snapshot.value.by_uuid if agent else {}
+    state = states.get(world.machine.uuid(slot))
+    if state is None or not state.healthy:
+        return None  # a GPU that is not well is brought to nothing
+    if there != sorted((each, False) for each in layout):
+        return f"layout {word} asks for {', '.join(layout)}, and the GPU has {there}"
+    for profile in sorted(set(layout)):
+        resource, count = PREFIX + profile, layout.count(profile)
+        alike = [each for each in state.gpu.instances if each.profile == profile]
+        sick = sum(bool(state.trouble_of(each.uuid)) for each in alike)
+        if (known := world.kubelet.known_devices(resource)) != count - sick:
+            return f"there are {count} of {resource}, {sick} of them not well, and the kubelet knows {known}"
+        if known and (problem := await _runs(world, f"part-{profile}", resource)):
+            return problem
+    world.label("disable")
+    await anyio.sleep(30)
+    world.machine.set_mig(slot, enabled=False)
+    return None
+
+
+async def _runs(world: "World", name: str, resource: str) -> str | None:
+    pod = PodSpec(name, (ContainerSpec("main", {resource: 1}),))
+    world.kubelet.create_pod(pod)
+    with anyio.move_on_after(60):
+        while world.kubelet.pod(pod).phase not in (Phase.RUNNING, Phase.FAILED):
+            await anyio.sleep(0.5)
+    seen = world.kubelet.pod(pod)
+    if seen.phase is not Phase.RUNNING:
+        return f"a pod for {resource} is {seen.phase}: {seen.reason} {seen.message}"
+    world.kubelet.api.delete(pod)
+    await anyio.sleep(15)
+    return None
