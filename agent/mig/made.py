@@ -100,10 +100,7 @@ class MadeBook:
         return False
 
     async def look(self, gpu: str, partition: Partition, awaited: Collection[Made] = ()) -> None:
-        """Forget what is there no more, and learn of what was made as intended. Raises OSError.
-
-        `awaited`: intentions that the driver may still carry out.
-        """
+        """Forget what is neither there nor `awaited`, and learn of what was made. Raises OSError."""
         devices = {each.gpu_instance: each.uuid for each in partition.devices}
         kept = {each for each in self._made if each.gpu != gpu or each in awaited}
         for instance in partition.instances:

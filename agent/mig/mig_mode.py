@@ -25,8 +25,7 @@ class MigSwitch:
     def __init__(self, node: Node, book: MadeBook) -> None:
         self._node = node
         self._book = book
-        # GPUs whose MIG mode could not be turned off, why, and when that is tried again.
-        self._stays: dict[str, tuple[str, float]] = {}
+        self._stays: dict[str, tuple[str, float]] = {}  # MIG mode that stays on: why, and until when
         self._switching: set[str] = set()  # by calls that have not come back
 
     def obstacle(self, gpu: Gpu) -> str:

@@ -6,6 +6,7 @@ from typing import ClassVar, Self
 
 import anyio
 
+from agent.injection.inject import makes_no_instance
 from agent.inventory.snapshot import GpuState
 from agent.kubelet.wire import ResourcePlugin
 from agent.mig.layouts import Layouts
@@ -49,6 +50,10 @@ class MigWing(Wing):
                 yield Look.warning("MIG", text)
             elif gpu.mig_enabled:
                 yield Look.warning("MIG", text) if (text := _lacking(gpu)) else Look.ok("MIG", _listed(gpu))
+        managing = settings.modes.mig and settings.mig.manage
+        able = managing and any(gpu.mig_enabled or gpu.mig_switch for gpu in machine.gpus)
+        if able and (text := makes_no_instance(machine.driver, machine.root)):
+            yield Look.warning("MIG layouts", text)
 
     @classmethod
     async def build(cls, node: Node) -> Self:
