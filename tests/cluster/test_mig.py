@@ -75,7 +75,7 @@ async def test_pods_on_instances(rig: RealRig) -> None:
             await anyio.sleep(0.05)
     assert await rig.phase(late) is Phase.PENDING
 
-    # The kubelet starts anew, and knows both as before; so does the agent, started anew in mid-drain.
+    # A kubelet that was restarted knows both as before; so does an agent that was killed in mid-drain.
     await rig.restart_kubelet()
     await rig.kill_agent()
     await rig.start_agent({**settings, "mig.manage": True, **await rig.api_access()})
