@@ -111,7 +111,6 @@ async def test_the_executor_stops_where_its_gpu_leaves_the_mode(tmp_path: Path) 
 
 async def test_what_the_driver_makes_late_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "CALL_SECONDS", 0.2)
-    monkeypatch.setattr(layouts, "FIRST_RETRY_SECONDS", 0.05)
     rig = Rig(tmp_path)
     make = rig.nvml.make_instance
 
