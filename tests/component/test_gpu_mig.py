@@ -40,7 +40,7 @@ async def test_a_failure_leaves_the_gpu_as_it_was(double: Double, monkeypatch: p
     monkeypatch.setattr(module, "WAIT_SECONDS", 2.0)
     double.machine.set_mig(0, enabled=True)
     double.machine.fail("nvmlGpuInstanceCreateComputeInstance", NvmlCode.UNKNOWN, 0)
-    with pytest.raises(TimeoutError, match="on offer"):
+    with pytest.RaisesGroup(pytest.RaisesExc(TimeoutError, match="on offer")):
         await part(double.parting)
     assert double.machine.gpu(0).mig_mode
     assert not any(each.used or each.bare for each in double.machine.gpu(0).instances)
