@@ -10,8 +10,8 @@ For on-call engineers and people who build dashboards; ten minutes, or look for 
 
 Served at `/metrics` (port 9446) as Prometheus text or OpenMetrics; a scrape shows the last sampling round
 (`sampling.intervalSeconds`). Names begin with `{PREFIX}`; `_total` is a counter, `_info` a constant 1 whose
-labels say something, all others are gauges. `gpu` is the UUID, `index` NVML's index, which may change. What cannot be
-read is missing. Made by `make docs`. The extender's: [extender.md](extender.md#metrics).
+labels say something, all others are gauges. `gpu` is the UUID, `index` NVML's index, which may change.
+What cannot be read is missing. Made by `make docs`. The extender's: [extender.md](extender.md#metrics).
 """
 # Labels that a table's metrics have in common. The first that fits counts.
 _TABLES = {

@@ -1,4 +1,4 @@
-"""docs/developers.md: the manifests that it names ask for what a node can grant, in each of the three modes."""
+"""docs/developers.md: its manifests ask for what a node can grant, in each of the three modes."""
 
 import re
 from collections.abc import Iterator, Mapping
