@@ -22,9 +22,7 @@ _TABLES = {
     "Each resource": ("resource",),
     "The node and the agent": (),
 }
-_MORE = {
-    "Each vGPU container": " Refusals, peak, repairs and unmeasured processes are by the container's own word."
-}
+_MORE = {"Each vGPU container": " Refusals, peak, repairs and unmeasured processes: by its own word."}
 
 
 def reference() -> str:
