@@ -10,12 +10,12 @@ from agent.nvml.nvml_errors import NvmlError
 from agent.nvml.port import NvmlPort
 
 
-def look_at_machine(nvml: NvmlPort, state: Path) -> tuple[Machine, Sequence[Look]]:
-    """Ask NVML once. `state`: see Machine. Blocks."""
+def look_at_machine(nvml: NvmlPort, state: Path, root: Path | None = None) -> tuple[Machine, Sequence[Look]]:
+    """Ask NVML once. `state`, `root`: see Machine. Blocks."""
     try:
         driver = nvml.open()
     except NvmlError as error:
-        return Machine(None, (), state), (Look.failed("driver", f"{error}"),)
+        return Machine(None, (), state, root), (Look.failed("driver", f"{error}"),)
     looks = [Look.ok("driver", f"{driver.version}, serves CUDA {dotted(driver.cuda_version)}")]
     gpus = []
     try:
@@ -26,7 +26,7 @@ def look_at_machine(nvml: NvmlPort, state: Path) -> tuple[Machine, Sequence[Look
                 looks.append(Look.warning("GPUs", f"GPU {index} cannot be described: {error}"))
     except NvmlError as error:
         looks.append(Look.failed("GPUs", f"the driver does not say how many there are: {error}"))
-        return Machine(driver, (), state), looks
+        return Machine(driver, (), state, root), looks
     finally:
         nvml.close()
     if gpus:
@@ -34,4 +34,4 @@ def look_at_machine(nvml: NvmlPort, state: Path) -> tuple[Machine, Sequence[Look
         looks.append(Look.ok("GPUs", f"{len(gpus)} x {products}"))
     else:
         looks.append(Look.failed("GPUs", "the driver knows no GPU; see dmesg and nvidia-smi"))
-    return Machine(driver, tuple(gpus), state), looks
+    return Machine(driver, tuple(gpus), state, root), looks

@@ -37,7 +37,7 @@ async def observe(settings: Settings, host: HostFiles) -> Observation:
 
 def look(settings: Settings, nvml: NvmlPort, seen: Observation) -> Iterator[Look]:
     """Look at everything, one after the other. Blocks."""
-    machine, looks = look_at_machine(nvml, seen.host.folder(settings.host.state))
+    machine, looks = look_at_machine(nvml, seen.host.folder(settings.host.state), seen.host.root)
     yield from looks
     for wing in WINGS:
         yield from wing.checks(settings, machine)

@@ -6,7 +6,9 @@ from typing import ClassVar, Self
 
 import anyio
 
+from agent.injection.inject import capabilities
 from agent.inventory.snapshot import GpuState
+from agent.kit.files import inside
 from agent.kubelet.wire import ResourcePlugin
 from agent.mig.layouts import Layouts
 from agent.mig.made import MadeBook
@@ -22,6 +24,8 @@ from agent.telemetry import definitions as d
 from agent.telemetry.series import Series
 
 MEASURE_SECONDS = 10.0
+LEAST_CUDA = (11, 4)  # driver 470: the first whose instances have UUIDs of their own
+CONFIG_NODE = "/proc/driver/nvidia/capabilities/mig/config"
 WHOLE_RESOURCE = Mode.PGPU.resources[0]  # by which strategy single offers them
 
 
@@ -49,6 +53,9 @@ class MigWing(Wing):
                 yield Look.warning("MIG", text)
             elif gpu.mig_enabled:
                 yield Look.warning("MIG", text) if (text := _lacking(gpu)) else Look.ok("MIG", _listed(gpu))
+        able = any(gpu.mig_enabled or gpu.mig_switch for gpu in machine.gpus)
+        if able and settings.modes.mig and settings.mig.manage and (text := _hindered(machine)):
+            yield Look.warning("MIG layouts", text)
 
     @classmethod
     async def build(cls, node: Node) -> Self:
@@ -168,6 +175,23 @@ class MigWing(Wing):
                     continue
             self._used = used
             await anyio.sleep(MEASURE_SECONDS)
+
+
+def _hindered(machine: Machine) -> str:
+    """Say why no instance can be made or offered there; empty: nothing is known. Blocks."""
+    driver = machine.driver
+    if driver and driver.cuda_version < LEAST_CUDA:
+        return f"driver {driver.version} gives instances no UUID: take 470 or later, or set mig.manage: false"
+    if machine.root is None:
+        return ""
+    try:
+        number = capabilities(inside(machine.root, "/proc")).get("config", "1")
+        found = inside(machine.root, node := f"/dev/nvidia-caps/nvidia-cap{number}").exists()
+    except OSError as error:
+        return f"the driver's device nodes cannot be looked for: {error}"
+    if found:
+        return ""
+    return f"{node} is missing, and instances are made by it: nvidia-modprobe -f {CONFIG_NODE} makes it"
 
 
 def _lacking(gpu: Gpu) -> str:

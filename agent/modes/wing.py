@@ -109,6 +109,7 @@ class Machine:
     driver: Driver | None  # None: it does not answer
     gpus: tuple[Gpu, ...]
     state: Path  # the folder `host.state`, as this process sees it
+    root: Path | None = None  # the node's own root; None: not seen from here
 
 
 class Wing(ABC):

@@ -43,14 +43,21 @@ class Lingerers:
         self._world = world
         self._excuses = excuses
         self._since: dict[int, float] = {}
+        # UIDs of pods that the record, or the watch, of the agent that runs has shown.
+        self._recorded: set[str] = set()
+        self._watched: set[str] = set()
+        self._life = 0
 
     def offered(self) -> str | None:
         """The fault, in words."""
         world, now = self._world, anyio.current_time()
         agent, current, life = world.running, world.current, world.kubelet._life
+        if agent is not None and current is not None:
+            self._note(agent, current)
         if not world.outliving or agent is None or current is None or life is None:
             self._since.clear()
             return None
+        watched = agent.cluster.pods.reflector.items.value if agent.cluster else {}
         holders = agent.core.holdings.gpus_by_pod()
         listed = {
             text.partition(SEPARATOR)[0] for ids in life.devices.tables.healthy.values() for text in ids
@@ -59,11 +66,23 @@ class Lingerers:
         for pid, (_, uuid, uid, began) in world.outliving.items():
             if current.life.dead or not (current.began < began or self._recalls(agent, current, uid)):
                 continue
+            # A pod that came and went while watch and record were mute is nobody's to know.
+            let_go = uid in self._recorded or (uid in self._watched and uid not in watched)
+            if current.began < began and not let_go:
+                continue
             if uuid in listed and uid not in holders and self._excuses.sees(uuid):
                 found[pid] = f"{uuid} is offered, and process {pid} of pod {uid}, which has ended, is on it"
         self._since = {pid: self._since.get(pid, now) for pid in found}
         late = [text for pid, text in found.items() if now - self._since[pid] > OFFERED_SECONDS]
         return late[0] if late else None
+
+    def _note(self, agent: Agent, current: AgentRun) -> None:
+        if current.life.number != self._life:
+            self._life = current.life.number
+            self._recorded.clear()
+            self._watched.clear()
+        self._recorded.update(agent.core.holdings._record.pods)
+        self._watched.update(agent.cluster.pods.reflector.items.value if agent.cluster else ())
 
     def _recalls(self, agent: Agent, current: AgentRun, uid: str) -> bool:
         """Whether an agent that has begun since can know: it looks once, as soon as it knows all pods."""

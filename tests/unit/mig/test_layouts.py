@@ -438,9 +438,6 @@ async def test_one_in_the_place_of_another_is_not_handed_out_as_that(tmp_path: P
         await new.allocate((before,))
 
 
-# MIG mode itself
-
-
 def asked(rig: Rig, *profiles: str) -> None:
     rig.node.desired.cell.publish(Desired("parted", (Entry(("rest",), Mode.MIG, instances=profiles),)))
 

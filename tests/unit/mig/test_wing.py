@@ -21,7 +21,7 @@ from agent.kit.configuration import ConfigurationError
 from agent.kubelet.wire import PreferenceRequest, Refused
 from agent.mig.plugin import resource_of
 from agent.mig.wing import MigWing
-from agent.model.gpu import Gpu, Instance
+from agent.model.gpu import Driver, Gpu, Instance
 from agent.model.health import HEALTHY, HealthState
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
@@ -210,6 +210,32 @@ def test_what_nobody_can_ask_for_is_told() -> None:
     assert unnamed == "the driver names no profile of MIG-1-1: not offered"
     looks = list(MigWing.checks(Settings(), Machine(None, (parted(0), parted(1, instance(1, 1))), Path("/"))))
     assert ["no instance" in each.text for each in looks] == [True, False]
+
+
+def test_a_node_where_no_instance_can_be_made_is_told(tmp_path: Path) -> None:
+    manages, able = Settings(mig=Mig(manage=True)), parted(0, instance(0, 1))
+
+    def looks(settings: Settings, *gpus: Gpu, cuda: tuple[int, int] = (12, 4), unseen: bool = False) -> str:
+        driver = Driver("535.12", "12.535.12", cuda)
+        machine = Machine(driver, gpus, tmp_path, None if unseen else tmp_path)
+        return " ".join(
+            each.text for each in MigWing.checks(settings, machine) if each.subject == "MIG layouts"
+        )
+
+    assert looks(manages, able, cuda=(11, 0)).endswith("take 470 or later, or set mig.manage: false")
+    assert looks(manages, able).startswith("/dev/nvidia-caps/nvidia-cap1 is missing")
+    assert "nvidia-modprobe" in looks(manages, replace(parted(0, mig=False), mig_switch="reset"))
+    # Nothing where it does not matter, or cannot be seen.
+    assert not looks(Settings(), able)
+    assert not looks(manages, parted(0, mig=False))
+    assert not looks(manages, able, unseen=True)
+    minors = tmp_path / "proc/driver/nvidia-caps/mig-minors"
+    minors.parent.mkdir(parents=True)
+    minors.write_text("config 7\nmonitor 8\n")
+    assert looks(manages, able).startswith("/dev/nvidia-caps/nvidia-cap7 is missing")
+    (tmp_path / "dev/nvidia-caps").mkdir(parents=True)
+    (tmp_path / "dev/nvidia-caps/nvidia-cap7").touch()
+    assert not looks(manages, able)
 
 
 def test_single_offers_all_as_gpus_where_they_are_alike() -> None:
