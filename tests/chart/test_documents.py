@@ -59,7 +59,7 @@ def blocks(document: Path) -> list[Any]:
     ]
 
 
-# KServe's object is not Kubernetes'.
+# KServe's object is not Kubernetes': tests/unit/test_developers.py looks at its limits.
 PODS = sorted(set((ROOT / "config/examples").glob("*/*.yaml")) - {ROOT / "config/examples/work/kserve.yaml"})
 
 
