@@ -220,7 +220,14 @@ def test_a_tree_between_two_releases_is_not_released(tree: Path) -> None:
 
 def test_a_wheel_says_which_commit_it_is_of(tmp_path: Path) -> None:
     """Built without network; the tree's own file stays as it is."""
-    for name in ("pyproject.toml", "README.md", "LICENSE", "charts/gpu-node-agent/files/kubectl-gpu"):
+    names = (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        ".gitignore",
+        "charts/gpu-node-agent/files/kubectl-gpu",
+    )
+    for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci", ignore=shutil.ignore_patterns("__pycache__"))
