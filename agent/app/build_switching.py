@@ -20,7 +20,7 @@ from agent.modes.resources import ResourceSet
 from agent.node import scale_down
 from agent.node.annotations import ahead, follow_holders, follow_inventory
 from agent.node.capacity import Capacity, KubeletMute, Offer
-from agent.node.conditions import SIMULATED_LABEL, NodeStateWriter, Writers, labels_of
+from agent.node.conditions import SIMULATED_LABEL, NodeStateWriter, Writers, labels_of, strategy_of
 from agent.node.driver_upgrade import Inherited
 from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals
@@ -95,14 +95,15 @@ def _report(
     core: Core, node: OwnNode, assignment: Cell[Assignment], annotations: Cell[Mapping[str, str]]
 ) -> NodeStateWriter:
     settings, inventory, record = core.settings, core.inventory.snapshot, core.holdings.cell
+    switch = core.readiness.switch
     fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
 
-    strategy = settings.mig.strategy if settings.modes.mig else None
-
-    def labels(present: Mapping[str, str]) -> Mapping[str, str | None]:
-        if not settings.node_labels:
+    def labels(present: Mapping[str, str], notes: Mapping[str, str]) -> Mapping[str, str | None]:
+        # At first nobody knows how GPUs are offered, and what an agent before this one wrote stands.
+        if not settings.node_labels or not switch.value.gpus:
             return fixed
-        return {**labels_of(inventory.value, assignment.value, present, strategy), **fixed}
+        strategy = strategy_of(switch.value, settings.mig.strategy)
+        return {**labels_of(inventory.value, assignment.value, present, strategy, notes), **fixed}
 
     def changes(present: Mapping[str, str]) -> Mapping[str, str | None]:
         guarded = settings.cluster.scale_down_guard
@@ -110,7 +111,7 @@ def _report(
 
     return NodeStateWriter(
         node,
-        core.readiness.switch,
+        switch,
         labels=labels,
         annotations=annotations,
         changes=changes,

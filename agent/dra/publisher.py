@@ -42,8 +42,11 @@ log = structlog.get_logger()
 
 # A pod that the scheduler was placing when a taint was written is allocated within this time, if at all.
 SETTLED_SECONDS = 3.0
-LEAVING_LOOK_SECONDS = 2.0  # at first: each look is a list of the cluster's claims, by any number of nodes
+WRITTEN_LOOK_SECONDS = 2.0
+# Each look is a list of the cluster's claims, by any number of nodes: none before what leaves has settled.
+LEAVING_LOOK_SECONDS = SETTLED_SECONDS + 0.5
 LEAVING_LONGEST_SECONDS = 60.0
+LEAVING_JITTER = 0.1
 SHOWN_SECONDS = 2.0  # for the watch to show a new slice
 REFUSED_LOOK_SECONDS = 60.0
 IDLE_SECONDS = 300.0
@@ -83,7 +86,7 @@ class SlicePublisher:
         self._supported = False
         self._told: set[str] = set()
         self._wake = Cell(None)
-        self._looks = Backoff(LEAVING_LOOK_SECONDS, LEAVING_LONGEST_SECONDS)
+        self._looks = Backoff(LEAVING_LOOK_SECONDS, LEAVING_LONGEST_SECONDS, jitter=LEAVING_JITTER)
         self.problem = "it has not been looked at yet whether the cluster has what DRA needs"
         self.writes = 0
         self.failures = 0
@@ -144,7 +147,7 @@ class SlicePublisher:
     async def _round(self) -> float:
         """One look, and the writes that follow from it; how long to wait unless something changes."""
         if not self.reflector.synced:
-            return LEAVING_LOOK_SECONDS
+            return WRITTEN_LOOK_SECONDS
         if not self._supported and not await self._look_at_support():
             return REFUSED_LOOK_SECONDS
         ours, foreign = self._found()
@@ -176,7 +179,7 @@ class SlicePublisher:
             if self.problem and not absent:
                 log.info("slices_as_wanted", slices=len(wanted))
             self.problem = "the kubelet has not registered the driver" if absent else ""
-        return LEAVING_LOOK_SECONDS if due else self._looks.next() if kept else IDLE_SECONDS
+        return WRITTEN_LOOK_SECONDS if due else self._looks.next() if kept else IDLE_SECONDS
 
     async def _look_at_support(self) -> bool:
         problem = await support.problem_of(self._api, self._node, self._node_facts()[1])

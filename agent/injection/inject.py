@@ -16,10 +16,11 @@ import yaml
 from agent.injection.companions import device_root, lacking, nodes, wanted
 from agent.injection.specification import KIND, Devices
 from agent.kit.cell import Cell
+from agent.kit.files import inside
 from agent.kit.tasks import describe
 from agent.kubelet.wire import Allocation, DeviceNode
 from agent.model.claim_device import SHARE_KIND, visible
-from agent.model.gpu import Gpu, Instance
+from agent.model.gpu import Driver, Gpu, Instance
 from agent.model.mount import Mount
 from agent.settings import Settings
 
@@ -143,6 +144,29 @@ def capabilities(proc: Path) -> dict[str, str]:
     except OSError:
         return {}
     return dict(line.split() for line in lines if len(line.split()) == 2)
+
+
+LEAST_CUDA = (11, 4)  # driver 470: the first whose instances have UUIDs of their own
+CONFIG_NODE = "/proc/driver/nvidia/capabilities/mig/config"
+
+
+def makes_no_instance(driver: Driver | None, root: Path | None) -> str:
+    """Say why no instance can be made or offered on a node; empty: nothing is known. Blocks.
+
+    `root`: the node's own; None: not seen from here.
+    """
+    if driver and driver.cuda_version < LEAST_CUDA:
+        return f"driver {driver.version} gives instances no UUID: take 470 or later, or set mig.manage: false"
+    if root is None:
+        return ""
+    try:
+        number = capabilities(inside(root, "/proc")).get("config", "1")
+        found = inside(root, node := f"/dev/nvidia-caps/nvidia-cap{number}").exists()
+    except OSError as error:
+        return f"the driver's device nodes cannot be looked for: {error}"
+    if found:
+        return ""
+    return f"{node} is missing, and instances are made by it: nvidia-modprobe -f {CONFIG_NODE} makes it"
 
 
 def _nodes_of(minors: Mapping[str, str], instances: Sequence[tuple[Gpu, Instance]]) -> list[str]:

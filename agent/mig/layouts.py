@@ -10,27 +10,28 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import anyio
 import structlog
 
 from agent.inventory.snapshot import GpuState
 from agent.kit.tasks import Backoff, repeat
-from agent.mig.made import MadeBook
+from agent.mig.made import Made, MadeBook
 from agent.mig.placing import Making, Misfit, Standing, Steps, plan_layout, sentences
 from agent.mig.plugin import MigPlugin
 from agent.model.holding import Record
 from agent.model.modes import Mode, Offering
 from agent.modes.wing import Node
 from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlHung, NvmlLeftOver
-from agent.nvml.port import Partition
+from agent.nvml.port import GpuInstance, MigProfile, Partition
 
 log = structlog.get_logger()
 
 CALL_SECONDS = 30.0  # to make one takes the driver a second or so
 LOOK_SECONDS = 30.0  # at a GPU that cannot get its layout: others may destroy what stands in its way
 DRAIN_LOOK_SECONDS = 2.0
-BUSY_SECONDS = 5.0  # how long an instance on which there was a process counts as held
+BUSY_SECONDS = 5.0  # until an instance on which there was a process is tried again, at first
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 2.0, 300.0
 MOST_STEPS = 32  # of one GPU in one round
 LEAVING = "the layout of its GPU has no place for it: it is destroyed as soon as nobody holds it"
@@ -51,6 +52,7 @@ class GpuLayout:
 class _Course:
     """One GPU under a layout."""
 
+    wanted: tuple[str, ...] = ()
     told: GpuLayout | None = None
     problem: str = ""  # of the last try
     announced: object = None  # as which event it was reported last
@@ -58,8 +60,12 @@ class _Course:
     backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS))
     retry_at: float = 0.0
     retry_for: object = None  # a failure of other inputs is no reason to wait
-    busy: dict[int, tuple[str, float]] = field(default_factory=dict)  # by instance: who, until when
+    # Instances with processes on them when they were to be destroyed: whose, and when to try again.
+    busy: dict[GpuInstance, tuple[str, float, Backoff]] = field(default_factory=dict)
     ours: frozenset[str] = frozenset()  # instances that this agent made, by UUID
+
+
+NOT_BUSY: Final = ("", 0.0, Backoff(BUSY_SECONDS, LONGEST_RETRY_SECONDS))
 
 
 class Layouts:
@@ -71,6 +77,7 @@ class Layouts:
         self._plugins = plugins
         self._courses: dict[str, _Course] = {}
         self._marked: dict[str, frozenset[str]] = {}  # instances that leave, by GPU
+        self._making: set[Made] = set()  # by calls that have not come back
         self.leaving: dict[str, str] = {}  # why an instance is offered no more, by UUID
         self.changes: Counter[tuple[str, str]] = Counter()  # by action and result
 
@@ -89,26 +96,35 @@ class Layouts:
 
     async def _round(self) -> float | None:
         assignment = self._node.assignment.value
-        wanted = {
-            uuid: mode.instances
-            for uuid, mode in assignment.gpus.items()
-            if mode.mode is Mode.MIG and mode.offering is Offering.OPEN and mode.instances
-        }
+        wanted = {uuid: names for uuid in assignment.gpus if (names := self._wanted(uuid))}
+        for state in self._node.snapshot.value.gpus:
+            if not state.gpu.mig_enabled:
+                with suppress(OSError):
+                    await self._book.forget(state.uuid)
         for uuid in self._courses.keys() - wanted.keys():
             del self._courses[uuid]
         # What drained before a restart does so until it is known that no layout asks for it.
         known = {uuid for uuid, mode in assignment.gpus.items() if mode.offered and mode.mode is not Mode.OFF}
         for uuid in self._marked.keys() & known - wanted.keys():
             await self._mark(uuid, frozenset())
-        pauses = [await self._gpu(uuid, names) for uuid, names in wanted.items()]
+        pauses = []
+        for uuid, names in wanted.items():
+            async with self._book.turns[uuid]:
+                pauses.append(await self._gpu(uuid, names))
         return min((pause for pause in pauses if pause is not None), default=None)
+
+    def _wanted(self, uuid: str) -> tuple[str, ...]:
+        """The layout of a GPU now; empty: it has none, or it is not offered."""
+        mode = self._node.assignment.value.of(uuid)
+        return mode.instances if mode.mode is Mode.MIG and mode.offering is Offering.OPEN else ()
 
     async def _gpu(self, uuid: str, wanted: tuple[str, ...]) -> float | None:
         """Take the steps of one GPU that can be taken; how long to wait then, unless something changes."""
         state = self._node.snapshot.value.by_uuid.get(uuid)
-        if state is None or not state.healthy or not state.gpu.mig_enabled:
+        if state is None or not state.healthy or not state.gpu.mig_enabled or self._wanted(uuid) != wanted:
             return None
         course = self._courses.setdefault(uuid, _Course())
+        course.wanted = wanted
         inputs = (wanted, state.gpu.instances)
         if course.reached == inputs:
             return None
@@ -137,25 +153,28 @@ class Layouts:
     async def _steps(self, state: GpuState, course: _Course, wanted: tuple[str, ...]) -> float | None:
         for _ in range(MOST_STEPS):
             partition = await self._read(state.uuid)
+            if self._wanted(state.uuid) != wanted:
+                break  # before each step, too: this one may have taken long
             there = self._standing(state.uuid, course, partition)
             steps = plan_layout(partition.profiles, wanted, there)
             self._refuse_if_busy(steps)
             # A failure stands until a try went well: one that goes on is one event.
             self._tell(state, course, GpuLayout(wanted, tuple(sentences(steps)), course.problem))
-            going = frozenset(each.uuid for each in (*steps.destroy, *steps.drain) if each.uuid)
-            await self._mark(state.uuid, going)
+            leaving = frozenset(each.uuid for each in (*steps.destroy, *steps.drain) if each.uuid)
+            await self._mark(state.uuid, leaving)
             if not steps:
                 # The inventory may lag behind: what it shows is taken for reached once it shows the same.
                 return None if partition.devices == state.gpu.instances else DRAIN_LOOK_SECONDS
-            destroyed = steps.destroy and await self._destroy(state, course, steps.destroy)
-            if not destroyed and not await self._make(state, steps):
+            going = [*steps.destroy, *(each for each in steps.drain if _is_due(course, each))]
+            destroyed = going and await self._destroy(state, course, going)
+            if not destroyed and not await self._make(state, course, steps):
                 break
         return DRAIN_LOOK_SECONDS
 
     def _refuse_if_busy(self, steps: Steps) -> None:
         """With whenBusy refuse nothing begins to drain. Raises Misfit."""
         held = [each for each in steps.drain if each.uuid not in self.leaving]
-        if held and self._node.settings.when_busy == "refuse":
+        if held and self._node.desired.catalog.when_busy == "refuse":
             names = ", ".join(f"{each.profile} (GPU instance {each.instance.number})" for each in held)
             raise Misfit(
                 f"whenBusy is refuse and {names} would have to drain, held by "
@@ -163,8 +182,9 @@ class Layouts:
             )
 
     async def _read(self, uuid: str) -> Partition:
+        awaited = self._making.copy()  # one that comes back meanwhile may not be seen yet
         partition = await self._node.calls.run(self._node.nvml.partition, uuid, deadline=CALL_SECONDS)
-        await self._book.look(uuid, partition)
+        await self._book.look(uuid, partition, awaited)
         return partition
 
     def _standing(self, uuid: str, course: _Course, partition: Partition) -> list[Standing]:
@@ -172,6 +192,7 @@ class Layouts:
         devices: dict[int, list[str]] = {}
         for device in partition.devices:
             devices.setdefault(device.gpu_instance, []).append(device.uuid)
+        course.busy = {each: busy for each, busy in course.busy.items() if each in partition.instances}
         found, ours = [], []
         for each in partition.instances:
             uuids = devices.get(each.number, [])
@@ -181,8 +202,8 @@ class Layouts:
             holders = [
                 holder for text in uuids if (holder := self._holder(text, self._node.holdings.cell.value))
             ]
-            busy, until = course.busy.get(each.number, ("", 0.0))
-            if not holders and anyio.current_time() < until:
+            busy, until, _ = course.busy.get(each, NOT_BUSY)
+            if busy and not holders and (alone in self.leaving or anyio.current_time() < until):
                 holders = [busy]
             adopted = self._node.settings.mig.adopt_foreign and each.whole and bool(alone)
             found.append(
@@ -207,37 +228,53 @@ class Layouts:
         record = await self._node.holdings.refresh()
         went = False
         for each in going:
-            number = each.instance.number
+            one = each.instance
+            if self._wanted(state.uuid) != course.wanted:
+                break
             if each.uuid and self._holder(each.uuid, record):
                 continue
+            # One that is adopted is ours if only a part of it goes.
+            await self._book.note(Made(state.uuid, one.profile, one.start, one.number, each.uuid))
             try:
                 await self._node.calls.run(
-                    self._node.nvml.destroy_instance, state.uuid, number, deadline=CALL_SECONDS
+                    self._node.nvml.destroy_instance, state.uuid, one, each.uuid, deadline=CALL_SECONDS
                 )
             except NvmlError as error:
                 self.changes["destroy", "failed"] += 1
+                if error.code == NvmlCode.NOT_FOUND:
+                    continue  # others were faster
                 if error.code != NvmlCode.IN_USE:
                     raise
-                course.busy[number] = (str(error), anyio.current_time() + BUSY_SECONDS)
+                pauses = replace(course.busy.get(one, NOT_BUSY)[2])
+                course.busy[one] = (str(error), anyio.current_time() + pauses.next(), pauses)
                 continue
             went = True
             self._changed(state, "destroy", each.profile, each.instance.start)
         return went
 
-    async def _make(self, state: GpuState, steps: Steps) -> bool:
+    def make_instance(self, intention: Made, profile: MigProfile) -> None:
+        """Make one. Blocks, and may come back when nobody waits for it any more. Raises NvmlError."""
+        self._making.add(intention)
+        try:
+            self._node.nvml.make_instance(intention.gpu, profile, intention.start)
+        finally:
+            self._making.discard(intention)
+
+    async def _make(self, state: GpuState, course: _Course, steps: Steps) -> bool:
         """Make what has room. Raises the first failure, when all others were tried."""
         failure: NvmlError | None = None
         for making in steps.makeable:
             profile = making.profile
-            await self._book.intend(state.uuid, profile.number, making.start)
+            if self._wanted(state.uuid) != course.wanted:
+                break
+            intention = Made(state.uuid, profile.number, making.start)
+            await self._book.note(intention)
             try:
-                await self._node.calls.run(
-                    self._node.nvml.make_instance, state.uuid, profile, making.start, deadline=CALL_SECONDS
-                )
+                await self._node.calls.run(self.make_instance, intention, profile, deadline=CALL_SECONDS)
             except NvmlError as error:
                 self.changes["make", "failed"] += 1
                 if not isinstance(error, NvmlHung | NvmlLeftOver):
-                    self._book.retract(state.uuid, profile.number, making.start)
+                    self._book.retract(intention)
                 failure = failure or _of(making, error)
                 continue
             self._changed(state, "make", profile.name, making.start)
@@ -310,6 +347,12 @@ class Layouts:
             case NvmlCode.FUNCTION_NOT_FOUND:
                 return f"{error}: driver {version} lacks it; take a newer one"
         return f"{error}; it is tried again"
+
+
+def _is_due(course: _Course, standing: Standing) -> bool:
+    """Whether no record names its holder, and it is to be tried again whether processes are on it."""
+    busy, until, _ = course.busy.get(standing.instance, NOT_BUSY)
+    return standing.holder == busy and anyio.current_time() >= until
 
 
 def _of(making: Making, error: NvmlError) -> NvmlError:

@@ -5,6 +5,9 @@ an instance that has the place, the number and the UUID written down. Before an 
 is written, so that an agent that is killed in between knows it as its own.
 """
 
+from collections import defaultdict
+from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -55,6 +58,14 @@ class MadeBook:
         self._written = b""
         self.switched: frozenset[str] = frozenset()
         self.leaving: dict[str, tuple[str, ...]] = {}
+        # Of each GPU: instances are made and destroyed, and MIG mode is switched, by one at a time.
+        self.turns: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
+        self._writing = anyio.Lock()
+
+    async def discard(self) -> None:
+        """Nobody keeps the file up from now on: of a later agent all instances are others'."""
+        with suppress(OSError):
+            await anyio.to_thread.run_sync(partial((self._folder / NAME).unlink, missing_ok=True))
 
     async def load(self) -> None:
         """Take up the file; without one that can be read all instances are others'."""
@@ -88,10 +99,10 @@ class MadeBook:
                 return True
         return False
 
-    async def look(self, gpu: str, partition: Partition) -> None:
-        """Forget what is there no more, and learn of what was made as intended. Raises OSError."""
+    async def look(self, gpu: str, partition: Partition, awaited: Collection[Made] = ()) -> None:
+        """Forget what is neither there nor `awaited`, and learn of what was made. Raises OSError."""
         devices = {each.gpu_instance: each.uuid for each in partition.devices}
-        kept = {each for each in self._made if each.gpu != gpu}
+        kept = {each for each in self._made if each.gpu != gpu or each in awaited}
         for instance in partition.instances:
             uuid = devices.get(instance.number, "")
             if self.is_ours(gpu, instance, uuid):
@@ -99,14 +110,19 @@ class MadeBook:
         self._made = frozenset(kept)
         await self._write()
 
-    async def intend(self, gpu: str, profile: int, start: int) -> None:
-        """An instance is about to be made. Raises OSError: then it may not be."""
-        self._made |= {Made(gpu, profile, start)}
+    async def forget(self, gpu: str) -> None:
+        """Nothing is left of a GPU that is not in MIG mode; later ones are others'. Raises OSError."""
+        if any(each.gpu == gpu for each in self._made):
+            await self.look(gpu, Partition((), (), ()))
+
+    async def note(self, made: Made) -> None:
+        """It is about to be made, or destroyed bit by bit. Raises OSError: then it may not be."""
+        self._made |= {made}
         await self._write()
 
-    def retract(self, gpu: str, profile: int, start: int) -> None:
+    def retract(self, intention: Made) -> None:
         """Nothing of it was made: what is at its place is somebody else's. Written with the next look."""
-        self._made -= {Made(gpu, profile, start)}
+        self._made -= {intention}
 
     async def note_switch(self, gpu: str, *, on: bool) -> None:
         self.switched = self.switched | {gpu} if on else self.switched - {gpu}
@@ -119,11 +135,11 @@ class MadeBook:
         await self._write()
 
     async def _write(self) -> None:
-        in_order = sorted(self._made, key=lambda each: (each.gpu, each.start, each.number or -1))
-        document = _Document(self._boot_id, tuple(in_order), tuple(sorted(self.switched)), self.leaving)
-        content = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
-
-        if content != self._written:
-            write = partial(files.write, self._folder, NAME, content, lasting=True)
-            await anyio.to_thread.run_sync(write)
-            self._written = content
+        async with self._writing:
+            in_order = sorted(self._made, key=lambda each: (each.gpu, each.start, each.number or -1))
+            document = _Document(self._boot_id, tuple(in_order), tuple(sorted(self.switched)), self.leaving)
+            content = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+            if content != self._written:
+                write = partial(files.write, self._folder, NAME, content, lasting=True)
+                await anyio.to_thread.run_sync(write)
+                self._written = content

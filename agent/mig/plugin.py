@@ -1,6 +1,6 @@
 """Instances of GPUs in MIG mode, by the resource names of NVIDIA's plugin; the ID is the instance's UUID."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from time import monotonic
 from types import MappingProxyType
@@ -35,13 +35,16 @@ class MigPlugin(SingleResource):
         record: HoldingsWatch,
         injector: Injector,
         *,
-        of_any_profile: bool = False,
+        of_all: Callable[[], Collection[str]] | None = None,
         leaving: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`leaving`: why an instance is handed out no more, in words, by its UUID."""
+        """`of_all`: the resource is for all profiles, as long as no layout names some.
+
+        `leaving`: why an instance is handed out no more, in words, by its UUID.
+        """
         super().__init__(resource, inventory, modes, record)
         self._injector = injector
-        self._of_any_profile = of_any_profile
+        self._of_all = of_all
         self._leaving = leaving
         self._handed: dict[str, float] = {}  # when each ID was handed out last, by the monotonic clock
         self._seen: dict[str, tuple[str, float]] = {}  # GPU of each ID, and when the driver listed it last
@@ -63,7 +66,10 @@ class MigPlugin(SingleResource):
         return [*there, *(uuid for uuid in gone if uuid in self._seen)]
 
     def _sells(self, instance: Instance) -> bool:
-        return self._of_any_profile or resource_of(instance.profile) == self.resource
+        if self._of_all is None:
+            return resource_of(instance.profile) == self.resource
+        wanted = self._of_all()
+        return not wanted or instance.profile in wanted
 
     def _healthy(self, state: GpuState, device_id: str) -> bool:
         return not self._trouble(state, device_id)

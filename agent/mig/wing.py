@@ -6,9 +6,8 @@ from typing import ClassVar, Self
 
 import anyio
 
-from agent.injection.inject import capabilities
+from agent.injection.inject import makes_no_instance
 from agent.inventory.snapshot import GpuState
-from agent.kit.files import inside
 from agent.kubelet.wire import ResourcePlugin
 from agent.mig.layouts import Layouts
 from agent.mig.made import MadeBook
@@ -24,8 +23,6 @@ from agent.telemetry import definitions as d
 from agent.telemetry.series import Series
 
 MEASURE_SECONDS = 10.0
-LEAST_CUDA = (11, 4)  # driver 470: the first whose instances have UUIDs of their own
-CONFIG_NODE = "/proc/driver/nvidia/capabilities/mig/config"
 WHOLE_RESOURCE = Mode.PGPU.resources[0]  # by which strategy single offers them
 
 
@@ -53,8 +50,9 @@ class MigWing(Wing):
                 yield Look.warning("MIG", text)
             elif gpu.mig_enabled:
                 yield Look.warning("MIG", text) if (text := _lacking(gpu)) else Look.ok("MIG", _listed(gpu))
-        able = any(gpu.mig_enabled or gpu.mig_switch for gpu in machine.gpus)
-        if able and settings.modes.mig and settings.mig.manage and (text := _hindered(machine)):
+        managing = settings.modes.mig and settings.mig.manage
+        able = managing and any(gpu.mig_enabled or gpu.mig_switch for gpu in machine.gpus)
+        if able and (text := makes_no_instance(machine.driver, machine.root)):
             yield Look.warning("MIG layouts", text)
 
     @classmethod
@@ -63,6 +61,8 @@ class MigWing(Wing):
         if node.settings.mig.manage:
             await self._book.load()
             self._layouts.restore()
+        else:
+            await self._book.discard()
         return self
 
     def plugins(self) -> Sequence[ResourcePlugin]:
@@ -77,26 +77,36 @@ class MigWing(Wing):
             if resource not in self._plugins:
                 node = self._node
                 parts = (node.snapshot, node.assignment, node.holdings, node.injector)
+                of_all = self._of_layouts if self._single else None
                 self._plugins[resource] = MigPlugin(
-                    resource, *parts, of_any_profile=self._single, leaving=self._layouts.leaving
+                    resource, *parts, of_all=of_all, leaving=self._layouts.leaving
                 )
         return tuple(self._plugins.values())
 
     def tasks(self) -> Sequence[Task]:
         tasks = [Task("mig memory", self._measure)]
-        return [*tasks, Task("mig layouts", self._layouts.run)] if self._node.settings.mig.manage else tasks
+        if self._node.settings.mig.manage:
+            tasks += [Task("mig layouts", self._layouts.run), Task("mig mode", self._switch.run)]
+        return tasks
 
     def obstacle(self, state: GpuState) -> str:
         gpu = state.gpu
         if not gpu.mig_enabled:
             return self._switch.obstacle(gpu)
         profiles = {each.profile for one in self._node.snapshot.value.gpus for each in one.gpu.instances}
-        if self._single and len(profiles) > 1:
+        # A layout has one profile; on the way there others are not offered.
+        if self._single and len(profiles) > 1 and not self._of_layouts():
             return (
                 "with mig.strategy single all instances have one profile, and here are "
                 f"{', '.join(sorted(profiles))}: make them alike, or set mig.strategy: mixed"
             )
         return ""
+
+    def _of_layouts(self) -> frozenset[str]:
+        """The profiles of layouts, asked for or else in force."""
+        asked = {name for entry in self._node.desired.cell.value.entries for name in entry.instances}
+        in_force = {name for mode in self._node.assignment.value.gpus.values() for name in mode.instances}
+        return frozenset(asked or in_force)
 
     def undoes(self, state: GpuState) -> str:
         """See the interface: MIG mode that a layout had turned on."""
@@ -138,7 +148,7 @@ class MigWing(Wing):
             layout = self._layouts.of(gpu.uuid)
             if layout and layout.problem:
                 found.append(f"GPU {gpu.index} has not the instances of its layout: {layout.problem}")
-            elif text := "" if layout and layout.steps else _lacking(gpu):
+            elif text := "" if gpu.mig_enabled and layout and layout.steps else _lacking(gpu):
                 found.append(text)
         return found
 
@@ -177,25 +187,10 @@ class MigWing(Wing):
             await anyio.sleep(MEASURE_SECONDS)
 
 
-def _hindered(machine: Machine) -> str:
-    """Say why no instance can be made or offered there; empty: nothing is known. Blocks."""
-    driver = machine.driver
-    if driver and driver.cuda_version < LEAST_CUDA:
-        return f"driver {driver.version} gives instances no UUID: take 470 or later, or set mig.manage: false"
-    if machine.root is None:
-        return ""
-    try:
-        number = capabilities(inside(machine.root, "/proc")).get("config", "1")
-        found = inside(machine.root, node := f"/dev/nvidia-caps/nvidia-cap{number}").exists()
-    except OSError as error:
-        return f"the driver's device nodes cannot be looked for: {error}"
-    if found:
-        return ""
-    return f"{node} is missing, and instances are made by it: nvidia-modprobe -f {CONFIG_NODE} makes it"
-
-
 def _lacking(gpu: Gpu) -> str:
-    """Say which part of a GPU in MIG mode nobody can ask for; empty: there is none."""
+    """Say which part of a GPU nobody can ask for; empty: there is none."""
+    if not gpu.mig_enabled:
+        return f"GPU {gpu.index} has left MIG mode, so that nothing of it is offered"
     if not gpu.instances:
         return (
             f"GPU {gpu.index} is in MIG mode and has no instance, so that nothing of it is offered; "

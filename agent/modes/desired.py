@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import anyio
 import anyio.to_thread
@@ -95,6 +96,7 @@ class ModeCatalog:
     layouts: Mapping[str, tuple[Entry, ...]]
     modes: tuple[Mode, ...]  # those that the configuration allows
     default: str
+    when_busy: Literal["drain", "refuse"] = "drain"
 
     @property
     def values(self) -> list[str]:
@@ -156,7 +158,7 @@ def catalog_of(settings: Settings) -> ModeCatalog:
     layouts = {
         name: tuple(entry.resolved() for entry in entries) for name, entries in settings.layouts.items()
     }
-    return ModeCatalog(layouts, tuple(modes), settings.default_mode)
+    return ModeCatalog(layouts, tuple(modes), settings.default_mode, settings.when_busy)
 
 
 # The last request that could be obeyed, kept over restarts of the agent in a small file.

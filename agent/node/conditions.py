@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import anyio
@@ -30,11 +31,19 @@ from agent.telemetry.series import Series
 # Labels that describe driver, GPUs and their instances, for people's node selectors.
 
 MIB = 1 << 20
-# GPU Feature Discovery sets this one with all of its labels: where it runs, its labels are its own.
+# GPU Feature Discovery sets one of these at least, and no other program does: where it runs, its labels are
+# its own. The timestamp can be turned off.
 GFD_MARK = "nvidia.com/gfd.timestamp"
+GFD_MARKS = frozenset((GFD_MARK, "nvidia.com/gpu.machine", "nvidia.com/gpu.family"))
+# NFD, which writes GFD's labels, lists its own in an annotation; a further instance of it has a prefix.
+NFD_LABELS = "nfd.node.kubernetes.io/feature-labels"
+# Those about instances that this agent wrote, without the prefix: it takes away no others.
+LABELLED = "gpu-node-agent.io/labels"
 # Set where the GPUs are simulated.
 SIMULATED_LABEL = "gpu-node-agent.io/simulated"
+_NVIDIA = "nvidia.com/"
 GPU: Final = "nvidia.com/gpu"
+NO_NOTES: Mapping[str, str] = MappingProxyType({})
 PREFIX = next(mode.row.prefix for mode in OFFERED_MODES if mode.row.partitioned)
 CAPABLE, STRATEGY = "nvidia.com/mig.capable", "nvidia.com/mig.strategy"
 _ENGINES = ("copy", "decoder", "encoder", "jpeg", "ofa")
@@ -44,19 +53,23 @@ OWN = (CAPABLE, STRATEGY, *(f"{GPU}.{each}" for each in ATTRIBUTES))
 
 
 def labels_of(
-    snapshot: Snapshot, assignment: Assignment, present: Mapping[str, str], strategy: str | None = None
+    snapshot: Snapshot,
+    assignment: Assignment,
+    present: Mapping[str, str],
+    strategy: str | None = None,
+    notes: Mapping[str, str] = NO_NOTES,
 ) -> dict[str, str | None]:
     """CUDA labels, and GPU labels unless GPU Feature Discovery sets those. Empty while there is no driver.
 
-    `present`: the labels that the node has now; GPU Feature Discovery may come and go at any time.
-    `strategy`: by which instances are offered. None for a label that is to go.
+    `present`, `notes`: the labels and annotations that the node has now; GPU Feature Discovery may come and
+    go at any time. `strategy`: by which instances are offered. None for a label that is to go.
     """
     if snapshot.driver is None or not snapshot.gpus:
         return {}
     major, minor = snapshot.driver.cuda_version
     labels = {"cuda-major-version": str(major), "cuda-minor-version": str(minor)}
-    if GFD_MARK in present:
-        return {**labels}
+    if beside_gfd(present):
+        return {**labels, **dict.fromkeys(left_over(notes) & present.keys())}
     gpus = [each.gpu for each in snapshot.gpus]
     first = gpus[0]
     # Of the GPU with the most time slices. OpenCost believes `count` where it is there.
@@ -70,7 +83,9 @@ def labels_of(
         "nvidia.com/gpu.compute.minor": str(first.compute_capability[1]),
         **_instance_labels(gpus, strategy),
     }
-    return {key: label_value(text) for key, text in labels.items()} | dict.fromkeys(_stale(present, labels))
+    return {key: label_value(text) for key, text in labels.items()} | dict.fromkeys(
+        (written(notes) & present.keys()) - labels.keys()
+    )
 
 
 def label_value(text: str) -> str:
@@ -108,9 +123,40 @@ def _instance_labels(gpus: Sequence[Gpu], strategy: str | None) -> Mapping[str, 
     return labels
 
 
-def _stale(present: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[str]:
-    """Labels of profiles that the node has no instance of any more."""
-    return (key for key in present if key not in labels and of_instances(key))
+def strategy_of(state: SwitchState, configured: str) -> str | None:
+    """By which strategy instances are offered, or will be; None: they are not."""
+    modes = {mode.mode for each in state.gpus for mode in (each.active, each.wanted)}
+    return configured if any(mode.row.partitioned for mode in modes) else None
+
+
+def beside_gfd(present: Mapping[str, str]) -> bool:
+    return not GFD_MARKS.isdisjoint(present)
+
+
+def written(notes: Mapping[str, str]) -> frozenset[str]:
+    """Labels about instances that this agent wrote."""
+    keys = (f"{_NVIDIA}{each}" for each in notes.get(LABELLED, "").split(","))
+    return frozenset(key for key in keys if of_instances(key))
+
+
+def left_over(notes: Mapping[str, str]) -> frozenset[str]:
+    """Of these, those that nobody keeps true any more, where GPU Feature Discovery came after this agent."""
+    theirs = _of_nfd(notes)
+    return frozenset() if theirs.isdisjoint(GFD_MARKS) else written(notes) - theirs
+
+
+def _of_nfd(notes: Mapping[str, str]) -> frozenset[str]:
+    lists = (text for key, text in notes.items() if key == NFD_LABELS or key.endswith(f".{NFD_LABELS}"))
+    return frozenset(key for text in lists for key in text.split(","))
+
+
+def _record(
+    notes: Mapping[str, str], present: Mapping[str, str], labels: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """The annotation about labels, once `labels` are written: with them, so that none is ever forgotten."""
+    keys = written(notes) | {key for key in labels if of_instances(key)}
+    ours = sorted(key for key in keys - _of_nfd(notes) if labels.get(key, present.get(key)) is not None)
+    return {LABELLED: ",".join(key.removeprefix(_NVIDIA) for key in ours) or None}
 
 
 def of_instances(key: str) -> bool:
@@ -153,8 +199,8 @@ EVENT_REASONS = {
 CONDITION_REASONS = {phase: phase.value.capitalize() for phase in Phase}
 
 
-# The labels that a node with certain labels is to have; None for one that is to go.
-Labels = Callable[[Mapping[str, str]], Mapping[str, str | None]]
+# The labels that a node with certain labels and annotations is to have; None for one that is to go.
+Labels = Callable[[Mapping[str, str], Mapping[str, str]], Mapping[str, str | None]]
 # Changes of annotations for a node with certain ones; None removes one.
 Changes = Callable[[Mapping[str, str]], Mapping[str, str | None]]
 
@@ -167,14 +213,14 @@ class NodeStateWriter:
         node: OwnNode,
         state: Cell[SwitchState],
         *,
-        labels: Labels = lambda _: {},
+        labels: Labels = lambda *_: {},
         annotations: Cell[Mapping[str, str]] | None = None,
         changes: Changes = lambda _: {},
         wake_on: Sequence[Cell[Any]] = (),
     ) -> None:
         """`labels`, `annotations`, `changes` (of annotations): further ones, of other rooms.
 
-        Labels and changes are computed at each comparison from those of the node, so that none is written
+        They are computed at each comparison from those of the node, so that none is written
         over one that has become somebody else's. `wake_on`: cells that they depend on, too.
         """
         self._node = node
@@ -207,10 +253,15 @@ class NodeStateWriter:
         known = self._node.labels()
         if known is None:
             return 0.0
-        labels = {MODE_LABEL: mode_in_force(state), **self._labels(known)}
-        wrong = {key: value for key, value in labels.items() if known.get(key) != value}
         there = self._node.annotations()
-        annotations = {STATE_ANNOTATION: encode(state), **self._annotations.value, **self._changes(there)}
+        labels = {MODE_LABEL: mode_in_force(state), **self._labels(known, there)}
+        wrong = {key: value for key, value in labels.items() if known.get(key) != value}
+        annotations = {
+            STATE_ANNOTATION: encode(state),
+            **self._annotations.value,
+            **self._changes(there),
+            **_record(there, known, labels),
+        }
         stale = {key: text for key, text in annotations.items() if there.get(key) != text}
         status = "True" if state.phase is Phase.APPLIED else "False"
         says = (status, CONDITION_REASONS[state.phase], _message(state))

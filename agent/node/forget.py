@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from agent.cluster.api import KubeApi
 from agent.cluster.node import NodeObject, read_node
 from agent.modes.cordons import ANNOTATION as CORDON
-from agent.node.conditions import CONDITION, GFD_MARK, of_instances
+from agent.node.conditions import CONDITION, beside_gfd, left_over, written
 from agent.node.scale_down import wanted
 from agent.node.taint import EFFECT, TAINT
 
@@ -27,7 +27,7 @@ async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
     if node is None:
         return
     metadata = node.metadata
-    labels = {key: None for key in metadata.labels if is_ours(key, metadata.labels)}
+    labels = {key: None for key in metadata.labels if is_ours(key, metadata.labels, metadata.annotations)}
     kept = {CORDON, *keep}
     annotations = {
         key: None for key in metadata.annotations if key.startswith(OWN_PREFIX) and key not in kept
@@ -41,8 +41,10 @@ async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
     await api.strategic_patch(f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}})
 
 
-def is_ours(key: str, present: Mapping[str, str]) -> bool:
-    """Whether the agent set a label of a node with these labels."""
+def is_ours(key: str, present: Mapping[str, str], notes: Mapping[str, str]) -> bool:
+    """Whether the agent set a label of a node with these labels and annotations."""
     if key.startswith(OWN_PREFIX) or key in CUDA_LABELS:
         return True
-    return (key in GPU_LABELS or of_instances(key)) and GFD_MARK not in present
+    if beside_gfd(present):
+        return key in left_over(notes)
+    return key in GPU_LABELS or key in written(notes)

@@ -24,6 +24,7 @@ from agent.nvml.nvml_errors import (
 from agent.nvml.port import (
     ComputeMode,
     EventKind,
+    GpuInstance,
     LinkPeer,
     MigProfile,
     NvLink,
@@ -266,8 +267,8 @@ class NvmlBinding:
     def make_instance(self, uuid: str, profile: MigProfile, start: int) -> int:
         return partitioning.make(self._handle(uuid), profile, start)
 
-    def destroy_instance(self, uuid: str, number: int) -> None:
-        partitioning.destroy(self._handle(uuid), number)
+    def destroy_instance(self, uuid: str, expected: GpuInstance, device: str) -> None:
+        partitioning.destroy(self._handle(uuid), expected, device)
 
     def set_mig_mode(self, uuid: str, enabled: bool) -> None:
         partitioning.switch(self._handle(uuid), enabled)

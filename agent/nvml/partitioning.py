@@ -1,6 +1,7 @@
 """Making and destroying instances of a GPU in MIG mode, and what the driver says of their places."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from ctypes import byref, c_uint
 
 import pynvml
@@ -110,25 +111,40 @@ def make(handle: Opaque, profile: MigProfile, start: int) -> int:
     return number
 
 
-def destroy(handle: Opaque, number: int) -> None:
+def destroy(handle: Opaque, expected: GpuInstance, device: str) -> None:
     """See the port."""
+    number = expected.number
     instance = call("nvmlDeviceGetGpuInstanceById", handle, number)
-    for device in range(offered("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+    about = call("nvmlGpuInstanceGetInfo", instance)
+    computes = [compute for _, compute in _computes(instance)]
+    numbers = tuple(call("nvmlComputeInstanceGetInfo", compute).id for compute in computes)
+    there = (about.profileId, about.placement.start, numbers)
+    if there != (expected.profile, expected.start, expected.computes):
+        raise _another(number)
+    for index in range(offered("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
         try:
-            mig = call("nvmlDeviceGetMigDeviceHandleByIndex", handle, device)
+            mig = call("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
             if call("nvmlDeviceGetGpuInstanceId", mig) != number:
                 continue
         except NvmlError as error:
             if error.code != NvmlCode.NOT_FOUND:
                 raise
             continue
+        if device and call("nvmlDeviceGetUUID", mig) != device:
+            raise _another(number)
         for name in _PROCESSES:
             if found := offered(name, mig):
                 pids = ", ".join(str(each.pid) for each in found[:5])
                 raise error_for(NvmlCode.IN_USE, name, f"processes are on it: {pids}")
-    for _, compute in list(_computes(instance)):
+    for compute in computes:
         call("nvmlComputeInstanceDestroy", compute)
     call("nvmlGpuInstanceDestroy", instance)
+
+
+def _another(number: int) -> NvmlError:
+    return error_for(
+        NvmlCode.NOT_FOUND, "nvmlDeviceGetGpuInstanceById", f"GPU instance {number} is another one by now"
+    )
 
 
 def way_of_switching(handle: Opaque) -> str:
@@ -138,4 +154,7 @@ def way_of_switching(handle: Opaque) -> str:
 
 def switch(handle: Opaque, enabled: bool) -> None:
     if status := call("nvmlDeviceSetMigMode", handle, int(enabled)):
+        # It is pending, and would come with the next reset, under those who have the GPU then.
+        with suppress(NvmlError):
+            call("nvmlDeviceSetMigMode", handle, int(not enabled))
         raise error_for(status, "nvmlDeviceSetMigMode")

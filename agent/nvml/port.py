@@ -248,14 +248,18 @@ class NvmlPort(Protocol):
         Raises NvmlError, with INSUFFICIENT_RESOURCES where it has no room; NvmlLeftOver: a part is left.
         """
 
-    def destroy_instance(self, uuid: str, number: int) -> None:
+    def destroy_instance(self, uuid: str, expected: GpuInstance, device: str) -> None:
         """Destroy an instance with its compute instances. Needs root.
 
-        Raises NvmlError with IN_USE while a process is on it; nothing is destroyed then.
+        `device`: the UUID by which containers have it; empty: they cannot. Raises NvmlError with IN_USE while
+        a process is on it, with NOT_FOUND where another one has its number; nothing is destroyed then.
         """
 
     def set_mig_mode(self, uuid: str, enabled: bool) -> None:
-        """Switch MIG mode, by a reset where one is needed. Needs root. Raises NvmlError: not in force."""
+        """Switch MIG mode, by a reset where one is needed. Needs root.
+
+        Raises NvmlError: it is as it was, and stays so at the next reset.
+        """
 
     def memory_limit(self, uuid: str, cgroup: Path) -> int | None:
         """The driver's limit of GPU memory for a cgroup's processes, in bytes; None: it has no limit there.

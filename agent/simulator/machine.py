@@ -142,10 +142,10 @@ class SimulatedMachine:
             mig.destroy(self.gpu(gpu), instance)
 
     def reboot(self) -> None:
-        """Instances do not survive it, nor a reset of their GPU; MIG mode does."""
+        """Instances do not survive it, nor a reset of their GPU; MIG mode is as it was last asked for."""
         with self.mapping.editing() as state:
             for one in state.gpus:
-                mig.switch(one, enabled=bool(one.mig_mode))
+                mig.switch(one, enabled=bool(one.mig_pending))
 
     # -- events and sickness ----------------------------------------------------------------------
 

@@ -102,6 +102,6 @@ def destroy(gpu: GpuState, instance: str) -> None:
 
 def switch(gpu: GpuState, *, enabled: bool) -> None:
     """MIG mode; instances go with it."""
-    gpu.mig_mode = int(enabled)
+    gpu.mig_mode = gpu.mig_pending = int(enabled)
     for each in gpu.instances:
         each.used = each.bare = 0

@@ -1,6 +1,7 @@
 """The simulated machine's Python face, as far as it is about MIG; see `agent.simulator.nvml`."""
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 
 from agent.model.gpu import Instance
 from agent.nvml.instances import PASSED_OVER
@@ -164,14 +165,22 @@ class MigCalls(ABC):
             made.used, made.bare = 1, 0
         return int(made.gpu_instance)
 
-    def destroy_instance(self, uuid: str, number: int) -> None:
+    def destroy_instance(self, uuid: str, expected: GpuInstance, device: str) -> None:
         """See the port."""
-        slot = self._handle(uuid)
+        slot, number = self._handle(uuid), expected.number
         gpu, call = self._mapping.gpu(slot), "nvmlDeviceGetGpuInstanceById"
         self._device(call, slot)
         found = next((each for each in mig.there(gpu) if each.gpu_instance == number), None)
         if found is None:
             raise error_for(NvmlCode.NOT_FOUND, call)
+        self._device("nvmlGpuInstanceGetInfo", slot)
+        self._computes(slot, found)
+        if found.used:
+            self._device("nvmlComputeInstanceGetInfo", slot)
+        there = (found.profile_number, found.start, (found.compute_instance,) if found.used else ())
+        other = found.used and device not in ("", found.uuid.decode())
+        if other or there != (expected.profile, expected.start, expected.computes):
+            raise error_for(NvmlCode.NOT_FOUND, call, f"GPU instance {number} is another one by now")
         if found.used:
             self._refuse_busy(slot, number)
             self._device("nvmlComputeInstanceDestroy", slot)
@@ -206,6 +215,11 @@ class MigCalls(ABC):
             raise error_for(NvmlCode.NOT_SUPPORTED, call)
         state = self._mapping.state
         if mig.there(gpu) or any(each.slot == slot for each in state.processes[: state.process_count]):
+            # As the binding does: it would be pending.
+            gpu.mig_pending = int(enabled)
+            with suppress(NvmlError):
+                self._device(call, slot)
+                gpu.mig_pending = int(not enabled)
             raise error_for(NvmlCode.IN_USE, call)
         with self._mapping.editing():
             mig.switch(gpu, enabled=enabled)

@@ -176,6 +176,7 @@ class GpuState(Structure):
     mig_capable: int
     mig_mode: int
     mig_needs_reset: int  # whether switching MIG mode resets the GPU
+    mig_pending: int  # as it is after the next reset
     gpu_utilization: int
     memory_utilization: int
     power_mw: int
@@ -236,7 +237,7 @@ class GpuState(Structure):
         ("mig_capable", c_uint32),
         ("mig_mode", c_uint32),
         ("mig_needs_reset", c_uint32),
-        ("mig_padding", c_uint32),
+        ("mig_pending", c_uint32),
         ("gpu_utilization", c_uint32),
         ("memory_utilization", c_uint32),
         ("power_mw", c_uint32),

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from agent.model.cgroup import ContainerRef
 from agent.model.demand import CORES
-from agent.model.gpu import Gpu
+from agent.model.gpu import Gpu, Instance
 from agent.model.holding import Growth, Place, Record
 from agent.model.modes import MODE_OF_UNIT, PAIRS, BadDeviceId, Mode, parse
 from agent.model.pod import Pod
@@ -55,6 +55,7 @@ class _Units:
     whole: bool = False
     slices: int = 0
     instances: int = 0  # bytes of memory that they have
+    billed: int = 0  # of these, those that no other compute instance of their GPU instance is charged for
     cores: int = 0
     memory: int = 0
     grown: Growth = _NOT_GROWN
@@ -84,7 +85,7 @@ def shares_of(
 
 
 def _held(pods: Record, gpus: Mapping[str, Gpu]) -> dict[Place, _Units]:
-    parts = {each.uuid: (uuid, each.memory_bytes) for uuid, gpu in gpus.items() for each in gpu.instances}
+    parts = {each.uuid: (uuid, each) for uuid, gpu in gpus.items() for each in gpu.instances}
     found = _claimed(pods)
     for holding in pods.holdings:
         if not holding.listed:
@@ -94,7 +95,7 @@ def _held(pods: Record, gpus: Mapping[str, Gpu]) -> dict[Place, _Units]:
                 unit = parse(text)
             except BadDeviceId:
                 continue
-            gpu, size = parts.get(unit.gpu, (unit.gpu, 0))
+            gpu, instance = parts.get(unit.gpu, (unit.gpu, None))
             key = (holding.namespace, holding.pod, holding.container, gpu)
             units = found.get(key)
             if units is None:
@@ -105,11 +106,19 @@ def _held(pods: Record, gpus: Mapping[str, Gpu]) -> dict[Place, _Units]:
                 units.memory += _BLOCK_BYTES[unit.unit]
             elif unit.unit is REPLICA:
                 units.slices += 1
-            elif unit.unit is INSTANCE:
-                units.instances += size
+            elif instance and unit.unit is INSTANCE:
+                units.instances += instance.memory_bytes
+                units.billed += _part(instance)
             else:
                 units.whole = True
     return found
+
+
+def _part(instance: Instance) -> int:
+    """Bytes of memory: several compute instances see all of their GPU instance's, and divide its slices."""
+    if 0 < instance.compute_slices < instance.slices:
+        return instance.memory_bytes * instance.compute_slices // instance.slices
+    return instance.memory_bytes
 
 
 def _claimed(pods: Record) -> dict[Place, _Units]:
@@ -142,7 +151,7 @@ def _share(key: Place, units: _Units, gpu: Gpu, slices: Mapping[str, int]) -> Co
     if units.slices:
         held = units.slices / slices[uuid] if uuid in slices else None
     elif units.mode.row.partitioned:
-        held = min(1.0, memory / gpu.memory_bytes) if gpu.memory_bytes else None
+        held = min(1.0, units.billed / gpu.memory_bytes) if gpu.memory_bytes else None
     elif whole or pair is None:
         held = 1.0
     else:

@@ -378,6 +378,10 @@ def test_dra_share_of_one_pod_takes_no_other_where_none_may_be_root(node: Claims
         for each in policies:
             cluster.apply(each)
         node.until(refused, "the policy is in force")
+        # Who may write claims may write their owners, too.
+        orphaned = {"metadata": {"ownerReferences": None}}
+        cluster.api.request("PATCH", path, orphaned, content_type="application/merge-patch+json")
+        node.until(refused, "the policy asks nothing of owners")
         node.create(later := PodSpec("later", owner.containers, claims=(PodClaim("gpu", name),)))
 
         def said() -> bool:
@@ -392,6 +396,9 @@ def test_dra_share_of_one_pod_takes_no_other_where_none_may_be_root(node: Claims
     finally:
         for each in reversed(policies):
             cluster.delete(each["kind"], each["metadata"]["name"], api_version=each["apiVersion"])
+        cluster.delete(
+            "ResourceClaim", name, api_version=RESOURCES
+        )  # its owner does not take it along any more
 
 
 BAD_CONFIGURATIONS = (

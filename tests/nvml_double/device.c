@@ -150,6 +150,7 @@ nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *current, un
     SIM_NEED(current != NULL && pending != NULL);
     SIM_GPU(nvmlDeviceGetMigMode);
     SIM_OFFERED(gpu->mig_capable);
-    *current = *pending = gpu->mig_mode;
+    *current = gpu->mig_mode;
+    *pending = gpu->mig_pending;
     return NVML_SUCCESS;
 }

@@ -87,11 +87,12 @@ nvmlReturn_t nvmlDeviceSetMigMode(nvmlDevice_t device, unsigned int mode, nvmlRe
     if (sim_busy(gpu, 0)) {
         *status = NVML_ERROR_IN_USE;
     }
+    edit();
+    gpu->mig_pending = mode; /* what cannot be now comes with the next reset */
     if (*status == NVML_SUCCESS) {
-        edit();
         gpu->mig_mode = mode;
-        edit();
     }
+    edit();
     return NVML_SUCCESS;
 }
 

@@ -12,7 +12,7 @@ from agent.simulator.mig_calls import MigCalls
 from agent.simulator.nvml import SimulatedNvml
 
 if TYPE_CHECKING:
-    from agent.nvml.port import MigProfile
+    from agent.nvml.port import GpuInstance, MigProfile
     from tests.storm.world import World
 
 PREFIX = "nvidia.com/mig-"
@@ -102,9 +102,9 @@ def observe(world: "World") -> Callable[[], None]:
             world.parts.others.discard(each)
         return number
 
-    def destroyed(self: SimulatedNvml, uuid: str, number: int) -> None:
-        doomed, holders = list(uuids(uuid, number)), held(world)
-        destroy(self, uuid, number)
+    def destroyed(self: SimulatedNvml, uuid: str, expected: "GpuInstance", device: str) -> None:
+        doomed, holders = list(uuids(uuid, expected.number)), held(world)
+        destroy(self, uuid, expected, device)
         for each in doomed:
             if each in holders:
                 world.parts.found.append(f"{each} was destroyed, and pod {holders[each]} holds it")

@@ -68,12 +68,33 @@ def test_an_instance_is_made_and_destroyed(faces: Faces) -> None:
                 NvmlCode.INSUFFICIENT_RESOURCES,
                 "nvmlDeviceCreateGpuInstanceWithPlacement",
             )
-        other.destroy_instance(uuid, number)
+        other.destroy_instance(uuid, one, device.uuid)
         assert not read(faces).instances
         assert not read(faces).devices
-    gone = faces.agree("destroy_instance", uuid, 9)
+    gone = faces.agree("destroy_instance", uuid, one, device.uuid)
     assert isinstance(gone, tuple)
     assert gone[1] == NvmlCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("changed", ["profile", "start", "computes", "device"])
+def test_an_instance_in_the_place_of_the_expected_one_is_not_destroyed(faces: Faces, changed: str) -> None:
+    """Once it is destroyed its number is given to the next one, which may be of others."""
+    faces.machine.set_mig(0, enabled=True)
+    uuid = faces.uuids[0]
+    faces.real.make_instance(uuid, profile(faces, 1, 1), 2)
+    before = read(faces)
+    (one,), (device,) = before.instances, before.devices
+    other = {
+        "profile": replace(one, profile=9),
+        "start": replace(one, start=0),
+        "computes": replace(one, computes=()),
+    }
+    expected = other.get(changed, one)
+    refused = faces.agree("destroy_instance", uuid, expected, "MIG-x" if changed == "device" else device.uuid)
+    assert isinstance(refused, tuple)
+    assert refused[1] == NvmlCode.NOT_FOUND
+    assert read(faces) == before
+    faces.real.destroy_instance(uuid, one, device.uuid)
 
 
 def test_all_that_has_room_is_made(faces: Faces) -> None:
@@ -91,17 +112,18 @@ def test_an_instance_at_work_is_not_destroyed(faces: Faces) -> None:
     numbers = [faces.real.make_instance(uuid, profile(faces, 1, 1), start) for start in (0, 1)]
     faces.machine.processes.start(0, 4711, gpu_instance=numbers[0])
     before = read(faces)
-    assert faces.agree("destroy_instance", uuid, numbers[0]) == (
+    first, second = ((each, "") for each in sorted(before.instances, key=lambda each: each.start))
+    assert faces.agree("destroy_instance", uuid, *first) == (
         NvmlError,
         NvmlCode.IN_USE,
         "nvmlDeviceGetComputeRunningProcesses",
     )
     with pytest.raises(NvmlError, match="processes are on it: 4711"):
-        faces.real.destroy_instance(uuid, numbers[0])
+        faces.real.destroy_instance(uuid, *first)
     assert read(faces) == before
-    faces.real.destroy_instance(uuid, numbers[1])
+    faces.real.destroy_instance(uuid, *second)
     faces.machine.processes.stop(4711)
-    faces.real.destroy_instance(uuid, numbers[0])
+    faces.real.destroy_instance(uuid, *first)
     assert read(faces).instances == ()
 
 
@@ -123,7 +145,7 @@ def test_a_creation_that_fails_leaves_nothing(faces: Faces, name: str, call: str
         nvml.make_instance(uuid, small, 0)
     (half,) = read(faces).instances
     assert (half.computes, half.whole, read(faces).devices) == ((), False, ())
-    nvml.destroy_instance(uuid, half.number)
+    nvml.destroy_instance(uuid, half, "")
     assert read(faces).instances == ()
 
 
@@ -137,14 +159,18 @@ def test_mig_mode_is_switched(faces: Faces) -> None:
     for nvml in (faces.real, faces.python):
         with pytest.raises(NvmlError, match="in use"):
             nvml.set_mig_mode(uuid, True)
+        assert faces.machine.gpu(0).mig_pending == 0
     faces.machine.processes.stop(4711)
     faces.real.set_mig_mode(uuid, True)
     assert read(faces).instances == ()
-    number = faces.real.make_instance(uuid, profile(faces, 1, 1), 0)
+    faces.real.make_instance(uuid, profile(faces, 1, 1), 0)
     for nvml in (faces.real, faces.python):
         with pytest.raises(NvmlError, match="in use"):
             nvml.set_mig_mode(uuid, False)
-    faces.real.destroy_instance(uuid, number)
+    # What failed does not come with the next reset.
+    assert faces.machine.gpu(0).mig_pending == 1
+    (one,) = read(faces).instances
+    faces.real.destroy_instance(uuid, one, "")
     faces.python.set_mig_mode(uuid, False)
     assert faces.agree("partition", uuid)[1] == NvmlCode.NOT_SUPPORTED  # type: ignore[index]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from agent.dra.publisher import LEAVING_JITTER, LEAVING_LOOK_SECONDS, SETTLED_SECONDS
 from agent.dra.slices import (
     RESERVED,
     UNHEALTHY,
@@ -128,6 +129,10 @@ def test_times_of_taints_stay() -> None:
     (write,) = writes(NODE, None, contents(NODE, more, None), before)
     taints = write.body["spec"]["devices"][0]["taints"]
     assert [each.get("timeAdded") for each in taints] == ["2026-11-24T00:00:00Z", None]
+
+
+def test_a_gpu_that_leaves_is_not_looked_at_before_it_can_have_settled() -> None:
+    assert LEAVING_LOOK_SECONDS * (1 - LEAVING_JITTER) > SETTLED_SECONDS
 
 
 def test_a_device_of_a_gpu_that_left_keeps_its_counter() -> None:

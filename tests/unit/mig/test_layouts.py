@@ -14,12 +14,12 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.cell import Cell
 from agent.kubelet.wire import Refused
 from agent.mig import layouts
-from agent.mig.made import NAME, MadeBook
+from agent.mig.made import NAME, Made, MadeBook
 from agent.mig.plugin import resource_of
 from agent.mig.wing import MigWing
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.node_inventory import Entry
+from agent.model.node_inventory import Entry, everywhere
 from agent.modes.desired import Desired
 from agent.modes.wing import NotYet, SetUpFailed
 from agent.nvml.nvml_errors import NvmlCode
@@ -275,7 +275,8 @@ async def test_somebody_who_comes_first_keeps_what_he_made(tmp_path: Path) -> No
         assert await steady(rig) == {0: "3g.71gb"}
 
 
-async def test_one_failure_stops_no_other_instance(tmp_path: Path) -> None:
+async def test_one_failure_stops_no_other_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "FIRST_RETRY_SECONDS", 600.0)
     rig = Rig(tmp_path)
     rig.machine.fail("nvmlDeviceCreateGpuInstanceWithPlacement", NvmlCode.UNKNOWN, times=1)
     rig.want("3g.71gb", "3g.71gb")
@@ -307,7 +308,7 @@ async def test_a_killed_agent_knows_what_it_was_making(tmp_path: Path) -> None:
     await book.load()
     partition = rig.nvml.partition(rig.uuid)
     three = next(each for each in partition.profiles if each.name == "3g.71gb")
-    await book.intend(rig.uuid, three.number, 4)
+    await book.note(Made(rig.uuid, three.number, 4))
     rig.nvml.make_instance(rig.uuid, three, 4)
     rig.scan()
     rig.want("2g.35gb")
@@ -456,6 +457,9 @@ async def test_mig_mode_is_turned_on_where_no_reset_is_needed(tmp_path: Path) ->
         await wing.prepare(state.gpu)
         assert rig.machine.gpu(1).mig_mode
         await wing.prepare(state.gpu)  # again is nothing
+        await wing.give_back(state.gpu)  # a layout asks for it still: it was cordoned, say
+        assert rig.machine.gpu(1).mig_mode
+        rig.node.desired.cell.publish(Desired("pgpu", everywhere(Mode.PGPU)))
         made = rig.machine.make_instance(1, "3g.71gb")  # by others: it keeps the GPU in MIG mode
         await wing.give_back(state.gpu)
         assert rig.machine.gpu(1).mig_mode

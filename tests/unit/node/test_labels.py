@@ -4,13 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import anyio
+import pytest
 
 from agent.inventory.snapshot import Snapshot
 from agent.kit.cell import Cell
 from agent.model.gpu import Gpu, Instance
-from agent.model.modes import Assignment
-from agent.modes.planner import Phase, SwitchState
-from agent.node.conditions import GFD_MARK, MODE_LABEL, NodeStateWriter, labels_of
+from agent.model.modes import Assignment, GpuMode, Mode
+from agent.modes.planner import GpuSwitch, Phase, SwitchState
+from agent.node.conditions import (
+    GFD_MARK,
+    GFD_MARKS,
+    LABELLED,
+    MODE_LABEL,
+    NFD_LABELS,
+    NodeStateWriter,
+    labels_of,
+    strategy_of,
+)
 from agent.node.forget import is_ours
 from tests.unit.modes.nodes import gpu, snapshot_of
 from tests.unit.node.test_telling import OwnNode
@@ -43,7 +53,7 @@ def writer(node: Node, state: Cell[SwitchState], snapshot: Cell[Snapshot]) -> No
     return NodeStateWriter(
         node,
         state,
-        labels=lambda present: labels_of(snapshot.value, Assignment(), present),
+        labels=lambda present, notes: labels_of(snapshot.value, Assignment(), present, None, notes),
         wake_on=(snapshot,),
     )
 
@@ -147,22 +157,71 @@ def test_labels_of_profiles_that_are_gone_go() -> None:
     there = {
         "nvidia.com/mig-3g.71gb.count": "1",
         "nvidia.com/gpu.slices.gi": "3",
+        "nvidia.com/mig-2g.35gb.count": "1",
         "nvidia.com/mig.config": "all-3g.71gb",
-        "nvidia.com/mig.config.state": "success",
-        "nvidia.com/mig-parted.example": "theirs",
+    }
+    notes = {LABELLED: "gpu.slices.gi,mig-3g.71gb.count,mig.config"}  # the last is none that we write
+    found = labels_of(snapshot_of(parted(0, "1g.18gb")), Assignment(), there, "mixed", notes)
+    ours = list(there)[:2]
+    assert [key for key in there if found.get(key, "") is None] == ours
+    assert [key for key in there if is_ours(key, there, notes)] == ours
+
+
+@pytest.mark.parametrize("mark", sorted(GFD_MARKS))
+def test_gfd_is_known_by_each_of_its_marks(mark: str) -> None:
+    there = {
+        mark: "1",
+        "nvidia.com/mig-1g.18gb.count": "7",
+        "nvidia.com/gpu.slices.gi": "3",
+        PRODUCT: "theirs",
     }
     found = labels_of(snapshot_of(parted(0, "1g.18gb")), Assignment(), there, "mixed")
-    assert {key for key, text in found.items() if text is None} == {
-        "nvidia.com/mig-3g.71gb.count",
-        "nvidia.com/gpu.slices.gi",
-    }
-    assert [key for key in there if is_ours(key, there)] == list(there)[:2]
-    beside = {**there, GFD_MARK: "1"}
-    assert set(labels_of(snapshot_of(parted(0)), Assignment(), beside, "mixed")) == {
-        "cuda-major-version",
-        "cuda-minor-version",
-    }
-    assert not [key for key in beside if is_ours(key, beside)]
+    assert set(found) == {"cuda-major-version", "cuda-minor-version"}
+    assert not [key for key in there if is_ours(key, there, {})]
+
+
+@in_virtual_time
+async def test_what_a_gfd_that_comes_later_does_not_own_is_taken_away() -> None:
+    one, whole = parted(0, "1g.18gb"), gpu(0)
+    node, snapshot, offered = Node(), Cell(snapshot_of(one)), ["mixed"]
+    made = NodeStateWriter(
+        node,
+        Cell(APPLIED),
+        labels=lambda *there: labels_of(snapshot.value, Assignment(), there[0], offered[0], there[1]),
+        wake_on=(snapshot,),
+    )
+    by_nfd = {"mig.capable", "mig-1g.18gb.count"}
+    async with anyio.create_task_group() as group:
+        group.start_soon(made.run)
+        await anyio.sleep(5)
+        assert node.known is not None
+        described = {key for key in node.known if key.startswith("nvidia.com/mig")}
+        assert described == {f"nvidia.com/{key}" for key in node.notes[LABELLED].split(",")}
+        assert len(described) > len(by_nfd)
+        node.put({GFD_MARK: "1", "nvidia.com/mig-1g.18gb.count": "7"})
+        await anyio.sleep(5)
+        assert described < node.known.keys()  # nobody says which of them are GFD's
+        keys = ",".join(["cpu-model", GFD_MARK, *(f"nvidia.com/{key}" for key in by_nfd)])
+        node.notes[f"second.{NFD_LABELS}"] = keys
+        node.put({})
+        await anyio.sleep(5)
+        assert described & node.known.keys() == {f"nvidia.com/{key}" for key in by_nfd}
+        assert node.known["nvidia.com/mig-1g.18gb.count"] == "7"
+        assert LABELLED not in node.notes
+        snapshot.publish(snapshot_of(whole))
+        count = len(node.written)
+        await anyio.sleep(60)
+        assert len(node.written) == count
+        group.cancel_scope.cancel()
+
+
+def test_instances_are_offered_where_a_gpu_is_or_shall_be_in_their_mode() -> None:
+    def state(active: Mode, wanted: Mode) -> SwitchState:
+        return replace(APPLIED, gpus=(GpuSwitch(0, "GPU-a", GpuMode(active), GpuMode(wanted)),))
+
+    assert strategy_of(state(Mode.MIG, Mode.MIG), "single") == "single"
+    assert strategy_of(state(Mode.OFF, Mode.MIG), "mixed") == "mixed"  # as at each start of the agent
+    assert strategy_of(state(Mode.PGPU, Mode.PGPU), "mixed") is None
 
 
 def test_instances_that_are_not_offered_are_not_described() -> None:

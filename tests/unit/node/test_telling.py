@@ -52,7 +52,8 @@ class OwnNode:
         if self.refuse:
             raise NodeNotWritten(self.refuse)
         assert self.known is not None
-        self.known |= {key: value for key, value in labels.items() if value is not None}
+        known = self.known | dict(labels)
+        self.known = {key: value for key, value in known.items() if value is not None}
         notes = self.notes | dict(annotations)
         self.notes = {key: value for key, value in notes.items() if value is not None}
         self.changes.publish(object())
@@ -134,7 +135,7 @@ def test_a_name_is_taken_out_before_a_sentence_is_cut() -> None:
 async def test_the_state_is_told_by_label_annotation_condition_and_event() -> None:
     node, state = OwnNode(), Cell(STATE)
     async with anyio.create_task_group() as group:
-        group.start_soon(NodeStateWriter(node, state, labels=lambda _: {"cuda-major-version": "13"}).run)
+        group.start_soon(NodeStateWriter(node, state, labels=lambda *_: {"cuda-major-version": "13"}).run)
         with anyio.fail_after(5):
             while not node.conditions:
                 await anyio.sleep(0.005)

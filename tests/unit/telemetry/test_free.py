@@ -172,6 +172,17 @@ def test_instances_are_billed_by_their_part_of_the_memory() -> None:
         ("both", UUIDS[0], Mode.MIG, 0.625),
     ]
     assert shares[0].memory_limit == small.memory_bytes
+    # Compute instances of one GPU instance have its memory together: it is billed once.
+    size = GPUS[UUIDS[0]].memory_bytes // 2
+    three = tuple(
+        Instance(f"MIG-1-{n}", 1, n, "1c.3g.71gb", size, slices=3, compute_slices=1) for n in range(3)
+    )
+    name = "nvidia.com/mig-1c.3g.71gb"
+    apart = tuple(Holding("a", each.uuid, "main", name, (each.uuid,)) for each in three)
+    gpus[UUIDS[0]] = replace(gpus[UUIDS[0]], instances=three)
+    charged = shares_of(Record(apart, ()), gpus)
+    assert 0.499 < sum(each.held or 0.0 for each in charged) <= 0.5
+    assert {each.memory_limit for each in charged} == {size}
     # NVML says nothing of the work of their processes.
     sample = Sample(0.5, None, 1, 2, None, None, processes=(), busy=())
     assert attribute(shares, sample, {}, {}).uses[0].utilization_grade is Attribution.ALLOCATED
