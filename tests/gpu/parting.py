@@ -85,7 +85,7 @@ class Parting:
         with self.nvml() as nvml:
             now = nvml.describe(0).mig_enabled
             for each in nvml.partition(gpu.uuid).instances if now else ():
-                nvml.destroy_instance(gpu.uuid, each.number)
+                nvml.destroy_instance(gpu.uuid, each, "")  # the GPU is this test's own
             if now is not gpu.mig_enabled:
                 nvml.set_mig_mode(gpu.uuid, gpu.mig_enabled)
 
