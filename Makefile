@@ -72,10 +72,10 @@ test-peers: venv ## Kueue, Karpenter and NVIDIA's DRA driver beside ours, claims
 	$(PYTHON_IN_VENV) -m tests.cluster.build peers
 	$(PYTHON_IN_VENV) -m pytest tests/peers --junitxml=build/peers.xml
 
-test-gpu: venv ## everything that needs a real GPU; VGPU_TABLE=page of shares (default in build), TABLE=page of MPS, too
+test-gpu: venv ## everything that needs a real GPU; VGPU_TABLE=page of shares (default in build), TABLE=page of MPS, MIG=yes parts the GPU
 	@mkdir -p build
 	@code=0; \
-	$(PYTHON_IN_VENV) -m pytest tests/gpu --junitxml=build/gpu.xml || code=$$?; \
+	MIG=$(MIG) $(PYTHON_IN_VENV) -m pytest tests/gpu --junitxml=build/gpu.xml || code=$$?; \
 	$(PYTHON_IN_VENV) -m tests.gpu.sharing $(or $(VGPU_TABLE),build/vgpu-on-hardware.md) || code=$$?; \
 	$(if $(TABLE),$(PYTHON_IN_VENV) -m tests.gpu.table $(TABLE) || code=$$?;) \
 	exit $$code

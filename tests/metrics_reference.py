@@ -8,14 +8,10 @@ _HEAD = f"""# Metrics
 
 For on-call engineers and people who build dashboards; ten minutes, or look for the name that you need.
 
-Served at `/metrics` (port 9446 by default) as Prometheus text or OpenMetrics. A scrape makes no NVML call:
-it shows the last sampling round (`sampling.intervalSeconds`). Names begin with `{PREFIX}` and end in their
-base unit; `_total` is a counter, `_info` a constant 1 whose labels say something, `_timestamp_seconds` and
-`_time_seconds` are since 1970, all others are gauges. `gpu` is the UUID, `index` NVML's index, which may
-change.
-
-Made from `agent/telemetry/definitions.py` by `make docs`. The extender's:
-[extender.md](extender.md#metrics).
+Served at `/metrics` (port 9446) as Prometheus text or OpenMetrics; a scrape shows the last sampling round
+(`sampling.intervalSeconds`). Names begin with `{PREFIX}`; `_total` is a counter, `_info` a constant 1 whose
+labels say something, all others are gauges. `gpu` is the UUID, `index` NVML's index, which may change.
+What cannot be read is missing. Made by `make docs`. The extender's: [extender.md](extender.md#metrics).
 """
 # Labels that a table's metrics have in common. The first that fits counts.
 _TABLES = {
@@ -26,6 +22,7 @@ _TABLES = {
     "Each resource": ("resource",),
     "The node and the agent": (),
 }
+_MORE = {"Each vGPU container": " Refusals, peak, repairs and unmeasured processes: by its own word."}
 
 
 def reference() -> str:
@@ -44,11 +41,11 @@ def _table(title: str, definitions: list[Definition]) -> Iterator[str]:
     common = _TABLES[title]
     yield f"\n## {title}\n\n"
     if common:
-        yield f"Labels {_quoted(common)}, and those that are named.\n\n"
+        yield f"Labels {_quoted(common)}, and those named.{_MORE.get(title, '')}\n\n"
     yield "| metric | meaning |\n| --- | --- |\n"
     for each in definitions:
-        more = _quoted(each.labels[len(common) :])
-        yield f"| `{each.series}`{' by ' if more else ''}{more} | {each.help} |\n"
+        more = ",".join(each.labels[len(common) :])
+        yield f"| `{each.series}{f'{{{more}}}' if more else ''}` | {each.help} |\n"
 
 
 def _quoted(labels: tuple[str, ...]) -> str:

@@ -59,7 +59,11 @@ def blocks(document: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "config/examples").glob("*/*.yaml")), ids=lambda f: f.stem)
+# KServe's object is not Kubernetes': tests/unit/test_developers.py looks at its limits.
+PODS = sorted(set((ROOT / "config/examples").glob("*/*.yaml")) - {ROOT / "config/examples/work/kserve.yaml"})
+
+
+@pytest.mark.parametrize("file", PODS, ids=lambda file: file.stem)
 def test_kubernetes_takes_the_example_pods(file: Path) -> None:
     (pod,) = yaml.safe_load_all(file.read_text())
     kubernetes_validate.validate(pod, "1.36", strict=True)

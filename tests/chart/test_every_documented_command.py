@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +104,6 @@ def test_commands_are_parsed_by_their_programs() -> None:
                 assert all((ROOT / path).exists() for path in re.findall(r"config/[\w./-]+", piece.text))
 
 
-def limits(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from [each] if key == "limits" else limits(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from limits(each)
-
-
 def as_pod(fragment: Mapping[str, Any]) -> dict[str, Any]:
     """A part of a pod's manifest in the place that it belongs to."""
     container: dict[str, Any] = {"name": "main", "image": "example"}
@@ -148,11 +139,7 @@ def test_yaml_is_taken_by_its_readers(tmp_path: Path) -> None:
             kubernetes_validate.validate(each, "1.36", strict=True)
         file = tmp_path / f"{number}.yaml"
         file.write_text(yaml.safe_dump(found))
-        if found.get("kind") == "InferenceService":  # KServe's own kind: its limits are Kubernetes'
-            (asked,) = limits(found)
-            kubernetes_validate.validate(as_pod({"resources": {"limits": asked}}), "1.36", strict=True)
-            readers["KServe"] += 1
-        elif "kind" in found:
+        if "kind" in found:
             kubernetes_validate.validate(found, "1.36", strict=True)
             readers["pod"] += 1
         elif set(found) == {"config"}:  # of a claim's devices
@@ -172,7 +159,7 @@ def test_yaml_is_taken_by_its_readers(tmp_path: Path) -> None:
             kubernetes_validate.validate(as_pod(found), "1.36", strict=True)
             readers["fragment"] += 1
     print(dict(readers))
-    assert {"KServe", "pod", "agent", "helm", "scheduler", "fragment", "claim"} == set(readers)
+    assert {"pod", "agent", "helm", "scheduler", "fragment", "claim"} == set(readers)
 
 
 async def test_promql_is_executed(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ ASKED = (
 
 
 def manifests() -> list[dict[str, Any]]:
-    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return [each for block in blocks for each in yaml.safe_load_all(block) if "kind" in each]
+    files = sorted((PAGE.parents[1] / "config" / "examples" / "work").glob("*.yaml"))
+    assert not [each.name for each in files if f"`{each.name}`" not in PAGE.read_text()]
+    return [yaml.safe_load(each.read_text()) for each in files]
 
 
 def limits(value: Any) -> Iterator[Mapping[str, int]]:
