@@ -266,7 +266,7 @@ def has_account(cluster: Cluster) -> None:
 
 
 def same(before: set[str], after: set[str]) -> None:
-    """What an agent of before had left on the node is cleaned up, too."""
+    """Remains of an agent of before may go: they are cleaned up, too."""
     less = {each for each in before - after if not each.startswith(AGENTS)}
     if less or after - before:
         raise NotYet(f"more: {sorted(after - before)}; less: {sorted(less)}")
