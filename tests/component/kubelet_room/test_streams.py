@@ -219,7 +219,7 @@ async def test_a_thousand_peers_come_and_go(folder: Path) -> None:
             await anyio.to_thread.run_sync(visit)
         await eventually(lambda: one.peers == 1)
         await eventually(lambda: running_tasks() == 1)
-        assert open_files() <= files
+        await eventually(lambda: open_files() <= files)  # the last may not be taken in yet
         grpclibs = one.server._server
         assert grpclibs is not None
         assert len(grpclibs._handlers) < 50  # it looks for finished ones at each tenth connection
