@@ -189,14 +189,10 @@ class Layouts:
 
     def _standing(self, uuid: str, course: _Course, partition: Partition) -> list[Standing]:
         names = {each.number: each.name for each in partition.profiles}
-        devices: dict[int, list[str]] = {}
-        for device in partition.devices:
-            devices.setdefault(device.gpu_instance, []).append(device.uuid)
         course.busy = {each: busy for each, busy in course.busy.items() if each in partition.instances}
         found, ours = [], []
         for each in partition.instances:
-            uuids = devices.get(each.number, [])
-            alone = uuids[0] if len(uuids) == 1 else ""
+            uuids, alone = partition.uuids_of(each), partition.uuid_of(each)
             mine = self._book.is_ours(uuid, each, alone)
             ours += [alone] if mine else []
             holders = [

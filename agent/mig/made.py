@@ -101,10 +101,9 @@ class MadeBook:
 
     async def look(self, gpu: str, partition: Partition, awaited: Collection[Made] = ()) -> None:
         """Forget what is neither there nor `awaited`, and learn of what was made. Raises OSError."""
-        devices = {each.gpu_instance: each.uuid for each in partition.devices}
         kept = {each for each in self._made if each.gpu != gpu or each in awaited}
         for instance in partition.instances:
-            uuid = devices.get(instance.number, "")
+            uuid = partition.uuid_of(instance)
             if self.is_ours(gpu, instance, uuid):
                 kept.add(Made(gpu, instance.profile, instance.start, instance.number, uuid))
         self._made = frozenset(kept)

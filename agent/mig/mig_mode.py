@@ -143,9 +143,8 @@ class MigSwitch:
             partition = await calls.run(nvml.partition, uuid, deadline=SWITCH_SECONDS)
         except NvmlNotSupported:
             return  # it is not in MIG mode
-        devices = {each.gpu_instance: each.uuid for each in partition.devices}
         for each in partition.instances:
-            device = devices.get(each.number, "")
+            device = partition.uuid_of(each)
             if self._book.is_ours(uuid, each, device):
                 await calls.run(nvml.destroy_instance, uuid, each, device, deadline=SWITCH_SECONDS)
 

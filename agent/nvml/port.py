@@ -181,6 +181,15 @@ class Partition:
     instances: tuple[GpuInstance, ...]
     devices: tuple[Instance, ...]  # what containers can have of them
 
+    def uuids_of(self, instance: GpuInstance) -> list[str]:
+        """The UUIDs by which containers have an instance: one for each of its compute instances."""
+        return [each.uuid for each in self.devices if each.gpu_instance == instance.number]
+
+    def uuid_of(self, instance: GpuInstance) -> str:
+        """The only one of them; empty: there is none, or it is divided."""
+        uuids = self.uuids_of(instance)
+        return uuids[0] if len(uuids) == 1 else ""
+
 
 class NvmlPort(Protocol):
     """NVML as the agent needs it. See the module's text for the rules."""

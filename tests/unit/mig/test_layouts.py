@@ -275,16 +275,6 @@ async def test_somebody_who_comes_first_keeps_what_he_made(tmp_path: Path) -> No
         assert await steady(rig) == {0: "3g.71gb"}
 
 
-async def test_one_failure_stops_no_other_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "FIRST_RETRY_SECONDS", 600.0)
-    rig = Rig(tmp_path)
-    rig.machine.fail("nvmlDeviceCreateGpuInstanceWithPlacement", NvmlCode.UNKNOWN, times=1)
-    rig.want("3g.71gb", "3g.71gb")
-    async with running(rig) as wing:
-        await problem(wing, rig.uuid, "3g.71gb at slice 0 cannot be made")
-        await until(rig, {4: "3g.71gb"})
-
-
 async def test_an_instance_half_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "FIRST_RETRY_SECONDS", 0.2)
     rig = Rig(tmp_path)

@@ -19,7 +19,8 @@ from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.node_inventory import everywhere
 from agent.modes.desired import Desired
 from agent.modes.wing import NotYet
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.nvml_errors import NvmlCode, error_for
+from agent.nvml.port import MigProfile
 from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Mig
 from tests.unit.mig.test_layouts import Rig, asked, problem, running, steady, until
@@ -300,3 +301,19 @@ async def test_single_goes_from_one_layout_to_another(tmp_path: Path) -> None:
         (plugin,) = wing.plugins()
         assert isinstance(plugin, MigPlugin)
         assert [len(plugin._ids(state, GpuMode(Mode.MIG))) for state in states] == [1, 0]
+
+
+async def test_one_failure_stops_no_other_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path)
+    plain = rig.nvml.make_instance
+
+    def make(uuid: str, profile: MigProfile, start: int) -> int:
+        if start == 0:
+            raise error_for(NvmlCode.UNKNOWN, "nvmlDeviceCreateGpuInstanceWithPlacement")
+        return plain(uuid, profile, start)
+
+    monkeypatch.setattr(rig.nvml, "make_instance", make)
+    rig.want("3g.71gb", "3g.71gb")
+    async with running(rig) as wing:
+        await problem(wing, rig.uuid, "3g.71gb at slice 0 cannot be made")
+        await until(rig, {4: "3g.71gb"})
