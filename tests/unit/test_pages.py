@@ -178,6 +178,6 @@ def test_a_removed_label_keeps_the_agent_until_it_has_cleaned_up() -> None:
 
 def test_mps_is_for_nobody_who_is_not_trusted() -> None:
     """Three pages speak of tenants who do not trust each other: none offers them MPS."""
-    assert "Neither isolates tenants who [do not trust each other](../SECURITY.md)" in text("docs/developers.md")
+    assert "Neither isolates tenants who [do not trust each other]" in text("docs/developers.md")
     assert "Keep tenants who do not trust each other on GPUs of their own" in text("SECURITY.md")
     assert "**MPS is for pods that trust each other**; give others GPUs of their own." in text("docs/mps.md")
