@@ -284,7 +284,7 @@ def install(api_socket: str) -> None:
     NVML.waiting.clear()  # of a storm before
     anyio.to_thread.run_sync = _inline  # type: ignore[assignment]
     event_watch._Worker = _InlineWorker  # type: ignore[assignment,misc]
-    agent.cluster.reach.connect = connect
+    agent.cluster.reach.connect = connect  # type: ignore[attr-defined]
     DeviceManager.allocate = _allocate_later  # type: ignore[method-assign]
     PodResourcesServer.list = _list_if_well  # type: ignore[method-assign]
     EventReader.wait = _wait_for_event  # type: ignore[method-assign]
