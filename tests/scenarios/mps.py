@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from agent.kit import bounded
-from agent.model.demand import MPS
+from agent.model.pod import MPS
 from agent.mps import processes, shared_memory
 from agent.mps.directories import Directories
 from agent.nvml.port import ComputeMode

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.extender import binder, gang_record, gangs
+from agent.extender import binder, gangs
 from tests.pace import scaled
 
 
@@ -12,5 +12,5 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gangs, "SHOWN_SECONDS", scaled(10.0))
     # How long what is kept for a gang stays, where a pod of it was refused, or was shown no more.
     monkeypatch.setattr(gangs, "REFUSED_SECONDS", scaled(50.0))
-    for room in (binder, gang_record):
+    for room in (binder, gangs):
         monkeypatch.setattr(room, "BIND_SECONDS", scaled(30.0))
