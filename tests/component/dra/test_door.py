@@ -13,6 +13,7 @@ import pytest
 
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.resource_claim import DRIVER, WORDS, device_name
+from agent.simulator.kubelet import Pod
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodClaim, PodSpec
 from agent.status.client import ask
 from agent.web.control import NAME
@@ -250,12 +251,21 @@ async def test_a_cluster_without_what_it_takes_is_refused(why: str) -> None:
         assert any(word in each for each in (await status_of(node))["problems"])
 
 
+LONG_SECONDS = 600.0  # more than a test takes on any machine
+
+
+def end(rig: EmbeddedRig, pod: Pod) -> None:
+    """The processes of a pod that was deleted by force end now."""
+    assert rig.kubelet._life
+    rig.kubelet._life._end_removed(pod)
+
+
 async def test_killed_agent_keeps_claims_and_waits_for_forced_deletions() -> None:
     """The kubelet's record says who holds what, though the pod is gone and its agent was killed."""
     async with one_device() as (node, rig):
-        share = replace(asking("share", SHARES, 60, 60), grace=8.0)
+        share = replace(asking("share", SHARES, 60, 60), grace=LONG_SECONDS)
         await run(rig, share)
-        daemon = await node.pids()
+        daemon, pod = await node.pids(), rig.kubelet.pod(share)
         await rig.kill_agent()
         rig.kubelet.api.delete_by_force(share)
         await rig.start_agent(await node.settings(**{"dra.enabled": True, **ONE}))
@@ -265,6 +275,7 @@ async def test_killed_agent_keeps_claims_and_waits_for_forced_deletions() -> Non
         await anyio.sleep(2)
         assert await rig.phase(whole) is Phase.PENDING
         assert await node.pids() == daemon
+        end(rig, pod)
         await rig.wait_phase(whole, Phase.RUNNING, 40)
         assert not await node.pids()
 
