@@ -17,7 +17,7 @@ from agent.simulator.kubelet import Pod
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodClaim, PodSpec
 from agent.status.client import ask
 from agent.web.control import NAME
-from tests.component.embedded_rig import EmbeddedRig, embedded_rig
+from tests.component.embedded_rig import QUICK, EmbeddedRig, embedded_rig
 from tests.pace import scaled
 from tests.scenarios.agent_face import metric
 from tests.scenarios.mps import MpsNode, node_to_be
@@ -27,7 +27,9 @@ from tests.scenarios.rig import GPU
 @asynccontextmanager
 async def a_node() -> AsyncIterator[MpsNode]:
     """A node with classes of devices, and no agent yet."""
-    async with embedded_rig("1.37") as rig, node_to_be(rig) as node:
+    # A prepare that failed is tried again after a minute or more: here soon.
+    quick = replace(QUICK, resync=5.0)
+    async with embedded_rig("1.37", timings=quick) as rig, node_to_be(rig) as node:
         for mode in (WHOLE_GPUS, SHARES):
             await rig.create_resource("DeviceClass", device_class(mode))
         yield node
