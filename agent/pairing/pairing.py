@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import anyio
 import structlog
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holder, Ledger, PairMember, Record, Reservation, UnitPool
 from agent.model.pod import Pod
 from agent.pairing.pair_rules import Call, Grant, PairRules, PairState

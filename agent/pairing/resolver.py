@@ -12,18 +12,20 @@ import structlog
 from agent.holdings.holdings import HoldingsWatch
 from agent.kit.tasks import Backoff
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
-from agent.model.demand import (
+from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation
+from agent.model.modes import ResourcePair
+from agent.model.placement import ASSIGNED, HINT, places
+from agent.model.pod import (
     STATIC_PODS,
     WAITING_FOR_GPU,
+    Container,
     Demand,
     InitContainerGroup,
+    Pod,
+    Stage,
     demand_of,
     init_group_of,
 )
-from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation
-from agent.model.placement import ASSIGNED, HINT, places
-from agent.model.pod import Container, Pod, Stage
-from agent.model.units import ResourcePair
 
 # Pairing's ports to the outside, and its refusals.
 

@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 
 from agent._proto.v1beta1 import Device
-from agent.model.demand import VGPU
-from agent.node.taint import TAINT, WRITE_SECONDS
+from agent.model.pod import VGPU
+from agent.node.capacity import TAINT, WRITE_SECONDS
 from agent.simulator.kubelet.http_api import Handler
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.component.embedded_rig import QUICK, EmbeddedRig, embedded_rig

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from agent.simulator.kubelet.pod_specs import Phase
 from tests.scenarios import lists
 from tests.scenarios.agent_face import logged, metric

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agent.model.demand import MPS
+from agent.model.pod import MPS
 from agent.mps import processes, shared_memory
 from agent.mps.directories import Directories
 from agent.nvml.port import ComputeMode

@@ -13,9 +13,8 @@ from itertools import chain
 import anyio
 
 from agent.app.agent import Agent
-from agent.model.demand import CORES, MPS, VGPU
-from agent.model.modes import Mode, parse
-from agent.model.units import ResourcePair, Unit
+from agent.model.modes import Mode, ResourcePair, Unit, parse
+from agent.model.pod import CORES, MPS, VGPU
 from agent.simulator.kubelet.api_server import Pod
 from agent.simulator.kubelet.device_tables import Allocation
 from agent.simulator.kubelet.devices import DeviceManager
@@ -251,7 +250,7 @@ def _needs(spec: PodSpec) -> Counter[str] | None:
         return None
     before = max(each.limits.get(VGPU.core, 0) for each in plain)
     if before > CORES and spec.containers[0].limits.get(VGPU.core, 0) < before:
-        return None  # `agent.model.demand.init_group_of`: which of several GPUs it gets is not the agent's
+        return None  # `agent.model.pod.init_group_of`: which of several GPUs it gets is not the agent's
     for each in (*plain, *spec.containers):
         limits |= Counter(each.limits)  # the later one gets the earlier one's units, and what it lacks
     return limits

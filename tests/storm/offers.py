@@ -5,9 +5,8 @@ from functools import cache
 
 import anyio
 
-from agent.model.demand import CORES, MPS, VGPU
-from agent.model.modes import SEPARATOR, Mode
-from agent.model.units import ResourcePair
+from agent.model.modes import SEPARATOR, Mode, ResourcePair
+from agent.model.pod import CORES, MPS, VGPU
 from tests.storm.admission import OFFER_SECONDS
 from tests.storm.excuses import Excuses
 from tests.storm.grown import grown_of

@@ -16,9 +16,9 @@ from aiohttp import web
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
-from agent.model.claim_device import DRIVER, WORDS
+from agent.model.resource_claim import DRIVER, WORDS
 from agent.modes.desired import LABEL
-from agent.node.taint import TAINT
+from agent.node.capacity import TAINT
 from agent.settings import (
     ClusterSettings,
     Dra,

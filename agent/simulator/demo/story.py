@@ -7,7 +7,7 @@ from agent import __version__
 from agent._proto.v1beta1 import Device
 from agent.app import run as app
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.health import Health, HealthState
 from agent.simulator.demo.claims import claims
 from agent.simulator.demo.fractions import fractions

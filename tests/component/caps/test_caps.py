@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.vgpu import layout
-from agent.vgpu.loaded import process_of
+from agent.vgpu.watch import process_of
 from clib.build_library import cached
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import SLOTS_AT, make

@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from agent.check import trial
-from agent.check.share_pod import TrialOptions
-from agent.check.trial import TrialFailed, attempt
+from agent.check.trial import TrialFailed, TrialOptions, attempt
 from agent.cli.main import main
 from agent.cluster.api import ApiRefused
 from agent.model.modes import Mode

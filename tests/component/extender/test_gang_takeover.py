@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.extender import gang_record
+from agent.extender import gangs
 from agent.model.placement import HINT
 from tests.component.extender.api import ClusterApi, Object
 from tests.component.extender.api import gpus as gpus_of
@@ -103,7 +103,7 @@ async def test_a_member_whose_binding_failed_finds_its_gpus_at_the_next_leader()
 
 
 async def test_what_is_kept_no_longer_leaves_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gang_record, "TIDY_SECONDS", 0.05)
+    monkeypatch.setattr(gangs, "TIDY_SECONDS", 0.05)
     api = ClusterApi()
     api.node("a", *gpus_of(2))
     first, second = (member(api, name, cores=60) for name in ("first", "second"))

@@ -4,7 +4,7 @@ import anyio
 
 from agent.extender.lease import LABEL, ServingLabel
 from agent.extender.settings import Serving
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from tests.component.extender.api import ClusterApi, gpus
 from tests.component.extender.replicas import leader, replica
 

@@ -10,9 +10,9 @@ import pytest
 from agent.extender.binder import MOST_IN_VAIN
 from agent.extender.explain import explain
 from agent.extender.handlers import LAG_SECONDS, MOST_LOOKS
-from agent.model.demand import VGPU
 from agent.model.modes import UNCLAIMED, Mode
 from agent.model.node_inventory import GpuEntry
+from agent.model.pod import VGPU
 from tests.component.extender.api import ClusterApi, gpus
 from tests.component.extender.replicas import leader
 

@@ -13,11 +13,11 @@ import anyio
 import anyio.to_thread
 import grpc
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
+from agent.kubelet import wire
 from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.service import DevicePluginService
 from agent.kubelet.wire import Allocation, PreferenceRequest
-from agent.lists import encode
 from agent.model.modes import Assignment
 from tests.component import protos
 
@@ -28,7 +28,7 @@ GPU = "nvidia.com/gpu"
 
 def listing(*ids: str) -> bytes:
     """An encoded list of healthy devices."""
-    return b"".join(encode.device(one, True, None) for one in ids)
+    return b"".join(wire.device(one, True, None) for one in ids)
 
 
 class ScriptedPlugin:

@@ -13,8 +13,7 @@ import pytest
 
 from agent.kubelet import service as service_module
 from agent.kubelet.podresources import PATIENCE_SECONDS
-from agent.kubelet.wire import Allocation, DeviceNode, PreferenceRequest, Reason, Refused
-from agent.model.mount import Mount
+from agent.kubelet.wire import Allocation, DeviceNode, Mount, PreferenceRequest, Reason, Refused
 from agent.pairing.resolver import MISS_SECONDS
 from tests.component.kubelet_room.parts import (
     GPU,

@@ -15,8 +15,7 @@ from agent.mps import processes
 from agent.mps.binary import CONTROL, Program
 from agent.mps.compute_mode import ComputeModes
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_parts import Options
-from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
+from agent.mps.daemon_parts import DaemonState, DaemonStatus, EventReason, Options
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError
 from agent.mps.processes import Process

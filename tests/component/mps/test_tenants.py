@@ -21,7 +21,7 @@ from agent.mps import daemon_logs, launch, probing, processes, shared_memory
 from agent.mps.binary import CONTROL, Program
 from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
+from agent.mps.daemon_parts import DaemonState, DaemonStatus, EventReason
 from agent.mps.directories import Directories
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, Word, daemons_of, reached
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from agent.nvml.nvml_errors import NvmlCode, NvmlNotSupported
+from agent.nvml.port import NvmlCode, NvmlNotSupported
 from tests.component.nvml.conftest import Faces
 from tests.cuda_double.build import build
 from tests.cuda_double.fixtures import CACHE

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
-from agent.kit.cell import Cell
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
+from agent.model.pod import VGPU
 from agent.vgpu import layout
 from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.vgpu.isolation_errors import FolderUnusable

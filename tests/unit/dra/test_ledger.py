@@ -8,11 +8,10 @@ import anyio
 import pytest
 
 from agent.dra.ledger import RECORDED_SECONDS, ClaimLedger
-from agent.kit.cell import Cell
-from agent.model.claim_device import ClaimedShare, device_name
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Source
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
-from agent.model.resource_claim import AskedDevice, HeldClaim
+from agent.model.resource_claim import AskedDevice, ClaimedShare, HeldClaim, device_name
 from agent.modes.desired import ClaimRequests
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"

@@ -10,12 +10,12 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
 from agent.mps import clients as module
 from agent.mps.clients import ClientWatch, Overview, kept_apart
 from agent.mps.daemon_manager import DaemonManager
-from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
+from agent.mps.daemon_parts import DaemonState, DaemonStatus, EventReason
 from agent.mps.mps_errors import DaemonRefused
 from agent.mps.pods import PodFacts
 

@@ -11,17 +11,15 @@ from typing import Any, cast
 
 from agent.holdings.record import Evidence, View, join
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.kubelet.wire import Refused
 from agent.lists.shared_pair import SharedPair, Sharing
-from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
 from agent.model.holding import Holding, PairMember, Record
-from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.modes import Assignment, GpuMode, Mode, ResourcePair
 from agent.model.placement import PlacementPolicy
-from agent.model.pod import Container, Pod, Stage
-from agent.model.units import ResourcePair
+from agent.model.pod import VGPU, Container, Pod, Stage
 from agent.pairing.pair_rules import Grant, PairRules
 from agent.pairing.pairing import Pairing
 from agent.pairing.resolver import PairRefused, PodSource, PodsUnavailable, RequesterResolver, resource_of

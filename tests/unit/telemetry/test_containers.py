@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from agent.holdings.record import Owners, ProcessUnreadable, container_of_process
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind

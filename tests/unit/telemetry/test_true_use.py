@@ -8,15 +8,14 @@ import anyio
 import pytest
 
 from agent.holdings.record import Owners
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.holding import Holding, Record
 from agent.nvml.port import GpuProcess, Sample
 from agent.nvml.sampling import mean_use
 from agent.simulator.state import ProcessKind
 from agent.telemetry.container_use import ContainerUse, ContainerWatch
-from agent.telemetry.process import ProcessWork
-from agent.telemetry.sampler import Samples
+from agent.telemetry.sampler import ProcessWork, Samples
 from tests.pods import seen
 from tests.unit.telemetry.agents import Parts
 
