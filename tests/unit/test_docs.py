@@ -15,7 +15,7 @@ import yaml
 from agent.cli import main as cli
 from agent.extender.metrics import ExtenderMetrics
 from agent.extender.settings import ExtenderSettings
-from agent.node.taint import EFFECT, TAINT
+from agent.node.capacity import EFFECT, TAINT
 from agent.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from agent.mps.daemon_logs import LARGE_BYTES
 from agent.mps.shared_memory import LOG_BYTES
 from agent.node.withdrawal import STOP_SECONDS, SWITCH
 from agent.settings import Settings
-from agent.vgpu.contexts import MOST_OF_FEW
+from agent.vgpu.limits import MOST_OF_FEW
 from agent.vgpu.watch import CONTEXT_BYTES, END_READINGS, LEAST_TOLERANCE, REFUSED_READINGS, TOLERANCE_RATIO
 from agent.web.connections import HEAD_SECONDS, ConnectionLimits
 from agent.web.server import ANSWER_SECONDS

@@ -13,8 +13,8 @@ import anyio
 import anyio.to_thread
 
 from agent.app.build_telemetry import SWITCH_SECONDS
-from agent.kit.cell import Cell
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
+from agent.model.pod import VGPU
 from agent.simulator.kubelet import ContainerSpec, Phase, PodSpec
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.http_api import HttpApi
