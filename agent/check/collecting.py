@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import anyio
 import msgspec
 
-from agent.check.look import GOOD, NOT_SEEN, WRONG
 from agent.check.pod_objects import ContainerEnd, ShownPod, ShownPods, reasons_of
 from agent.cluster.api import ApiUnavailable, KubeApi
+from agent.model.look import GOOD, NOT_SEEN, WRONG
 
 Say = Callable[[str], None]
 

@@ -82,10 +82,7 @@ FILES = (
     "/etc/default/kubeletconfig.json",  # AKS
 )
 # Drop-ins alone: in k3s and RKE2 the kubelet is a part of another program.
-FOLDERS = (
-    "/var/lib/rancher/k3s/agent/etc/kubelet.conf.d",
-    "/var/lib/rancher/rke2/agent/etc/kubelet.conf.d",
-)
+FOLDERS = ("/var/lib/rancher/k3s/agent/etc/kubelet.conf.d", "/var/lib/rancher/rke2/agent/etc/kubelet.conf.d")
 POLICY = "topologyManagerPolicy"
 CONNECT_SECONDS = 1.0
 # Sockets by which other agents offer GPUs in the same folder.

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from http import HTTPStatus
 
 import anyio
 import msgspec
@@ -15,7 +16,7 @@ import structlog
 
 from agent.cleanup import request
 from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupState, Exchange
-from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.api import ApiError, KubeApi
 from agent.model.pod import MPS, Metadata, Pod
 
 log = structlog.get_logger()
@@ -152,7 +153,7 @@ class ClusterCleanup:
                 try:
                     wanted = await self._agents_nodes()
                 except ApiError as error:
-                    if _forbidden(error):
+                    if error.status == HTTPStatus.FORBIDDEN:
                         self._failure = CleanupFailed(str(error))
                         group.cancel_scope.cancel()
                     self.problems[""] = str(error)
@@ -186,9 +187,9 @@ class ClusterCleanup:
                         asked = True
                     found = msgspec.json.decode(await self.api.get(_path(node)), type=_Node)
             except ApiError as error:
-                if _not_found(error):
+                if error.status == HTTPStatus.NOT_FOUND:
                     break
-                if _forbidden(error):
+                if error.status == HTTPStatus.FORBIDDEN:
                     raise CleanupFailed(str(error)) from error
                 self.problems[node] = str(error)
             else:
@@ -227,7 +228,7 @@ class ClusterCleanup:
                     async with limiter:
                         await self._annotate(node, annotations)
                 except ApiError as error:
-                    if _not_found(error) or _forbidden(error):
+                    if error.status in (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN):
                         return
                     log.warning("node_not_annotated", node=node, problem=str(error))
                 else:
@@ -254,11 +255,3 @@ class ClusterCleanup:
 
 def _path(node: str) -> str:
     return f"/api/v1/nodes/{node}"
-
-
-def _forbidden(error: ApiError) -> bool:
-    return isinstance(error, ApiRefused) and error.status == 403
-
-
-def _not_found(error: ApiError) -> bool:
-    return isinstance(error, ApiRefused) and error.status == 404

@@ -28,6 +28,7 @@ KEEP_ALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEP
 class ApiError(Exception):
     """A call to the API server failed."""
 
+    status = 0  # HTTP's, where it answered
     refused = False  # the server said no; else a write may have been carried out, or still be
 
 

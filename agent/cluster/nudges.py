@@ -10,7 +10,7 @@ import anyio
 import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi, now
+from agent.cluster.api import ApiError, KubeApi, now
 from agent.cluster.pods import PodCache
 from agent.kit.tasks import Cell
 from agent.model.pod import Pod
@@ -29,11 +29,7 @@ class PodNudges:
     """Looks for pods whose claims of ours nobody prepares."""
 
     def __init__(
-        self,
-        api: KubeApi,
-        pods: PodCache,
-        asked: Collection[str],
-        held: Cell[Mapping[str, HeldClaim]],
+        self, api: KubeApi, pods: PodCache, asked: Collection[str], held: Cell[Mapping[str, HeldClaim]]
     ) -> None:
         """`asked`: UIDs of pods for which prepare was called. `held`: claims that are prepared."""
         self._api = api
@@ -63,7 +59,7 @@ class PodNudges:
                     await self._nudge(waiting[uid])
                     self.problem = ""
             except (ApiError, msgspec.DecodeError) as error:
-                gone = isinstance(error, ApiRefused) and error.status in (404, 409)
+                gone = isinstance(error, ApiError) and error.status in (404, 409)
                 if not gone and str(error) != self.problem:
                     self.problem = str(error)
                     log.warning("pod_not_nudged", pod="/".join(waiting[uid].key), problem=self.problem)

@@ -7,7 +7,7 @@ import anyio
 import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi, now
+from agent.cluster.api import ApiError, KubeApi, now
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.dra.driver import ClaimReports
 from agent.kit.tasks import Mailbox
@@ -56,7 +56,7 @@ class ClusterClaimReports(ClaimReports):
             try:
                 await self._write(name, problem)
             except (ApiError, msgspec.DecodeError) as error:
-                denied = isinstance(error, ApiRefused) and error.status == HTTPStatus.FORBIDDEN
+                denied = isinstance(error, ApiError) and error.status == HTTPStatus.FORBIDDEN
                 if denied:
                     self._denied_until = anyio.current_time() + DENIED_SECONDS
                 log.info("claim_condition_not_written", claim=name.name, problem=str(error))

@@ -13,14 +13,7 @@ from agent.extender.eviction import would_have_to_go
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim
 from agent.extender.ledger_sync import BOUND
-from agent.extender.objects import (
-    WatchedPod,
-    as_model,
-    asks_for_share,
-    decode_pod,
-    read_node,
-    read_pod,
-)
+from agent.extender.objects import WatchedPod, as_model, asks_for_share, decode_pod, read_node, read_pod
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.model.pod import STATIC_PODS, Impossible
 

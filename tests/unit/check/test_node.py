@@ -13,12 +13,11 @@ from agent.check.claims import ClaimSupport, claim_support
 from agent.check.host import HostFiles
 from agent.check.injection import Own, own_specification
 from agent.check.kubelet import CheckedNode
-from agent.check.look import GOOD, NOT_SEEN, WRONG, verdict
 from agent.check.node_check import Observation, look
 from agent.cli.main import main
 from agent.injection.inject import NodeSoftware
 from agent.injection.toolkit import FILE, KIND, Devices
-from agent.model.look import Look, Severity
+from agent.model.look import GOOD, NOT_SEEN, WRONG, Look, Severity, verdict
 from agent.settings import Settings, load
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
