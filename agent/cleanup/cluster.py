@@ -17,7 +17,8 @@ import structlog
 from agent.cleanup import request
 from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupState, Exchange
 from agent.cluster.api import ApiError, KubeApi
-from agent.model.pod import MPS, Metadata, Pod
+from agent.cluster.reflector import PartialObject
+from agent.model.pod import MPS, Pod
 
 log = structlog.get_logger()
 
@@ -37,19 +38,6 @@ class Release:
     namespace: str
     agents: str  # label selector of the agents' pods
     record: str = ""  # the Secret in which helm keeps the release; empty: leave it alone
-
-
-class _ListMeta(msgspec.Struct, rename={"next": "continue"}):
-    next: str = ""
-
-
-class _PodList(msgspec.Struct):
-    items: list[Pod]
-    metadata: _ListMeta = msgspec.field(default_factory=_ListMeta)
-
-
-class _Node(msgspec.Struct):
-    metadata: Metadata
 
 
 @dataclass
@@ -119,14 +107,9 @@ class ClusterCleanup:
             )
 
     async def _pods(self, path: str, selector: dict[str, str]) -> AsyncIterator[Pod]:
-        query = {"limit": str(PAGE), **selector}
-        while True:
-            found = msgspec.json.decode(await self.api.get(path, query), type=_PodList)
-            for pod in found.items:
-                yield pod
-            if not found.metadata.next:
-                return
-            query["continue"] = found.metadata.next
+        async for page in self.api.pages(path, {"limit": str(PAGE), **selector}):
+            for raw in page.items:
+                yield msgspec.json.decode(raw, type=Pod)
 
     async def _agents_nodes(self) -> set[str]:
         path = f"/api/v1/namespaces/{self.release.namespace}/pods"
@@ -185,7 +168,7 @@ class ClusterCleanup:
                         seconds = ends - anyio.current_time()
                         await self._annotate(node, request.asking(self._id, self.clock(), seconds))
                         asked = True
-                    found = msgspec.json.decode(await self.api.get(_path(node)), type=_Node)
+                    found = msgspec.json.decode(await self.api.get(_path(node)), type=PartialObject)
             except ApiError as error:
                 if error.status == HTTPStatus.NOT_FOUND:
                     break

@@ -75,6 +75,18 @@ class ApiStatus(msgspec.Struct):
     details: _Details = msgspec.field(default_factory=_Details)
 
 
+class _ListMetadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+    next_page: str = msgspec.field(default="", name="continue")
+
+
+class ListPage(msgspec.Struct):
+    """A list of objects, or a part of one."""
+
+    metadata: _ListMetadata = msgspec.field(default_factory=_ListMetadata)
+    items: list[msgspec.Raw] = msgspec.field(default_factory=list)
+
+
 class KubeApi:
     """Each call answers the body. Raises ApiRefused or ApiUnavailable, at the latest after its deadline."""
 
@@ -109,6 +121,20 @@ class KubeApi:
 
     async def delete(self, path: str, query: Query = None, deadline: float = CALL_SECONDS) -> bytes:
         return await self._call("DELETE", path, deadline, query)
+
+    async def pages(
+        self, path: str, query: Mapping[str, str], deadline: float = CALL_SECONDS
+    ) -> AsyncIterator[ListPage]:
+        """A list in pages of as many items as its `limit` says: one of them is held at a time.
+
+        Raises msgspec.DecodeError, too.
+        """
+        while True:
+            page = msgspec.json.decode(await self.get(path, query, deadline), type=ListPage)
+            yield page
+            if not page.metadata.next_page:
+                return
+            query = {**query, "continue": page.metadata.next_page}
 
     @asynccontextmanager
     async def stream(
