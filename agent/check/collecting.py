@@ -79,10 +79,10 @@ def _result(found: Round, say: Say) -> int:
 
 async def _look(api: KubeApi, namespace: str, daemonsets: Sequence[str]) -> Round:
     folder = f"/apis/apps/v1/namespaces/{namespace}/daemonsets"
-    owners = [msgspec.json.decode(await api.get(f"{folder}/{each}"), type=_DaemonSet) for each in daemonsets]
+    owners = [await api.read(f"{folder}/{each}", _DaemonSet) for each in daemonsets]
     uids = {each.metadata.uid for each in owners}
     query = {"labelSelector": "app.kubernetes.io/component=preflight"}
-    pods = msgspec.json.decode(await api.get(f"/api/v1/namespaces/{namespace}/pods", query), type=ShownPods)
+    pods = await api.read(f"/api/v1/namespaces/{namespace}/pods", ShownPods, query)
     ended: dict[str, ContainerEnd] = {}
     waiting: dict[str, str] = {}
     for pod in pods.items:

@@ -11,12 +11,11 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 
 import anyio
-import msgspec
 import structlog
 
 from agent.cleanup import request
 from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupState, Exchange
-from agent.cluster.api import ApiError, KubeApi
+from agent.cluster.api import ApiError, KubeApi, understood
 from agent.cluster.reflector import PartialObject
 from agent.model.pod import MPS, Pod
 
@@ -109,7 +108,7 @@ class ClusterCleanup:
     async def _pods(self, path: str, selector: dict[str, str]) -> AsyncIterator[Pod]:
         async for page in self.api.pages(path, {"limit": str(PAGE), **selector}):
             for raw in page.items:
-                yield msgspec.json.decode(raw, type=Pod)
+                yield understood(raw, Pod, path)
 
     async def _agents_nodes(self) -> set[str]:
         path = f"/api/v1/namespaces/{self.release.namespace}/pods"
@@ -168,7 +167,7 @@ class ClusterCleanup:
                         seconds = ends - anyio.current_time()
                         await self._annotate(node, request.asking(self._id, self.clock(), seconds))
                         asked = True
-                    found = msgspec.json.decode(await self.api.get(_path(node)), type=PartialObject)
+                    found = await self.api.read(_path(node), PartialObject)
             except ApiError as error:
                 if error.status == HTTPStatus.NOT_FOUND:
                     break
