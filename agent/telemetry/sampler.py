@@ -123,7 +123,7 @@ class _Owed:
         owed = min(self.seconds, elapsed + DRIVER_SECONDS)
         paid = min(owed, elapsed)
         self.seconds = owed - paid
-        return self.ratio * paid / elapsed if paid > NOTHING_SECONDS else 0.0
+        return self.ratio * (paid / elapsed) if paid > NOTHING_SECONDS else 0.0
 
 
 class ProcessWork:

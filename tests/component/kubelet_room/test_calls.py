@@ -24,6 +24,7 @@ from tests.component.kubelet_room.parts import (
     eventually,
     served,
 )
+from tests.pace import scaled
 
 Code = grpc.StatusCode
 METHODS = (
@@ -266,7 +267,7 @@ async def test_broken_bytes_harm_nobody(
         try:
             if method.endswith("ListAndWatch"):
                 await anyio.to_thread.run_sync(
-                    lambda: next(peer.channel.unary_stream(method)(data, timeout=5))
+                    lambda: next(peer.channel.unary_stream(method)(data, timeout=scaled(5)))
                 )
             else:
                 await peer.raw(method, data)

@@ -30,7 +30,7 @@ OPTIONS = Options(
     prestart=False,
     probe_seconds=0.2,
     log_seconds=0.05,
-    quit_seconds=1,
+    quit_seconds=0,  # stand-ins for servers leave at a signal only
 )
 
 

@@ -29,6 +29,7 @@ from agent.vgpu.limits import Enforcement
 from agent.vgpu.room import Isolation
 from clib.build_library import cached
 from tests.cuda_double.program import Program, commanded
+from tests.pace import scaled
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,7 +39,7 @@ TENANT = Path(__file__).with_name("tenant.py")
 # SETFCAP SETPCAP NET_BIND_SERVICE SYS_CHROOT KILL AUDIT_WRITE.
 DEFAULT, NONE = 0xA80425FB, 0
 Value = TypeVar("Value")
-SOON = 5.0  # seconds, on a busy machine; a lease is waited for up to 45 s
+SOON = min(scaled(5.0), 30.0)  # seconds; a lease is waited for up to 45 s
 
 
 FILES = {

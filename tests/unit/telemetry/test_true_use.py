@@ -144,6 +144,13 @@ def test_rounds_that_meet_the_drivers_samples_now_before_and_now_after(period: f
         assert shown / 120 == pytest.approx(true / 120, abs=0.05), f"{length} s of {cycle} s"
 
 
+def test_a_round_that_is_paid_whole_shows_what_was_sampled() -> None:
+    """To the last digit, however long the round was."""
+    busy = Sample(0, 0, 1, 80, None, None, processes=(GpuProcess(7, 1),), busy=((7, 0.4),), newest_us=1)
+    for milliseconds in range(50, 400):
+        assert ProcessWork().round(busy, 1.0, milliseconds / 1000)[0] == {7: 0.4}
+
+
 async def test_idle_means_nothing_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     minute = Minute(monkeypatch, [lambda start, _: 1.0 if start < 5 else 0.0])
     shown = []
