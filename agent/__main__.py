@@ -2,6 +2,8 @@
 
 import sys
 
+import agent.kit.lean_dataclasses
 from agent.cli.main import main
 
+assert agent.kit.lean_dataclasses  # works by being imported first
 sys.exit(main())
