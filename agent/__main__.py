@@ -2,8 +2,7 @@
 
 import sys
 
-import agent.kit.lean_dataclasses
+import agent.kit.lean_dataclasses  # noqa: F401  works by being imported first
 from agent.cli.main import main
 
-assert agent.kit.lean_dataclasses  # works by being imported first
 sys.exit(main())
