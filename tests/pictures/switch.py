@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agent.status import client
+from agent.web import control
 from agent.web.control import NAME
 from tests.component.embedded_rig import embedded_rig
 from tests.pictures.svg import GREY, INK, LINE, MODES, PAPER, box, element, line, picture, text
@@ -68,7 +68,7 @@ async def recorded() -> Record:
 
 async def _follow(node: ModeNode, record: Record, began: float) -> None:
     while True:
-        report = await anyio.to_thread.run_sync(partial(client.ask, node.folder / NAME, "status"))
+        report = await anyio.to_thread.run_sync(partial(control.ask, node.folder / NAME, "status"))
         record.times.append(anyio.current_time() - began)
         record.looks.append([_look(gpu) for gpu in report["gpus"]])
         await anyio.sleep(STEP)
