@@ -281,7 +281,7 @@ class Pairing:
         now = min(self._clock(), self._serving_since)
 
         def over(reservation: Reservation) -> bool:
-            """What was granted is held until a reading that began later says otherwise, whatever its age."""
+            # What was granted is held until a reading that began later says otherwise, whatever its age.
             granted_at = reservation.expires - self.rules.reservation_seconds
             return reservation.expires <= now and (not reservation.granted or granted_at <= self._read)
 

@@ -336,7 +336,7 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
     (folder / "bin" / LIBRARY).write_bytes(ELF)  # nobody loads it
     if shape.claims:
         uuids = [machine.uuid(slot) for slot in range(SPARE + 1)]
-        # NVIDIA's toolkit writes it anew where instances come: here it names all that there may be.
+        # NVIDIA's toolkit writes it again where instances come: here it names all that there may be.
         parts = [f"MIG-{uuids[PARTED][4:-2]}{number:02x}" for number in range(16)] if shape.mig else []
         _write_specification(folder / "cdi", uuids + parts)
     async with anyio.create_task_group() as group:
