@@ -5,7 +5,7 @@ from typing import Any
 from agent.app.run import core_of
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.modes import Assignment
 from agent.modes.desired import DesiredSource, catalog_of
 from agent.modes.wing import Node

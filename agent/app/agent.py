@@ -2,21 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from agent.app.build_switching import NodeParts
 from agent.app.parts import Core
 from agent.cluster.reach import ClusterAccess
-from agent.kit.cell import Cell
+from agent.dra.door import DraDoor
+from agent.kit.tasks import Cell
 from agent.model.holding import Growth, Place
 from agent.model.modes import Mode
 from agent.modes.desired import DesiredSource
 from agent.modes.switcher import ModeSwitcher
 from agent.modes.unexplained import Unexplained
 from agent.modes.wing import Wing
-
-if TYPE_CHECKING:
-    from agent.dra.door import DraDoor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,4 +27,4 @@ class Agent:
     grown: Cell[Mapping[Place, Growth]]
     cluster: ClusterAccess | None  # None: there is no way to the Kubernetes API
     node: NodeParts | None  # None: the same
-    door: "DraDoor | None" = None  # None: GPUs are offered by device plugins alone
+    door: DraDoor | None = None  # None: GPUs are offered by device plugins alone

@@ -1,62 +1,48 @@
 """Builds the rooms of the node agent, in the order in which each needs the ones before it."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import anyio.to_thread
-import structlog
-
-from agent.app.parts import Core, Tasks
-from agent.cluster.reach import ClusterAccess
-from agent.holdings.holdings import HoldingsWatch
-from agent.injection import companions, toolkit
-from agent.injection import hook as programs
-from agent.injection.inject import Injector, NodeSoftware
-from agent.injection.keeper import SpecificationKeeper
-from agent.pairing.resolver import PodSource, Recorder
-from agent.settings import Settings
-from agent.telemetry import definitions as d
-from agent.telemetry.series import Series
-
-if TYPE_CHECKING:
-    from agent.cluster.node import NodeObject
-
-
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import structlog
 
 from agent.app.agent import Agent
 from agent.app.build_switching import build_request, build_switching, start_switching
 from agent.app.build_telemetry import build_telemetry, serve_metrics
+from agent.app.parts import Core, Tasks
 from agent.app.wings import WINGS
+from agent.cluster.reach import ClusterAccess
+from agent.dra.door import DraDoor
+from agent.holdings.holdings import HoldingsWatch
+from agent.injection import companions, toolkit
+from agent.injection import toolkit as programs
+from agent.injection.inject import Injector
+from agent.injection.keeper import SpecificationKeeper
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import NOT_YET
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Growth, Place, Record
 from agent.model.modes import Assignment, Mode
-from agent.modes.cordons import CordonBook
 from agent.modes.switcher import modes_collector
 from agent.modes.unexplained import Unexplained
 from agent.modes.wing import Node, Wing
+from agent.modes.withholding import CordonBook
 from agent.node import conditions as node_writers
+from agent.node import refused_pods
+from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
+from agent.pairing.resolver import PodSource, Recorder
+from agent.settings import Settings
 from agent.status import top
 from agent.status.commands import Commands
-from agent.status.last_holders import LastHolders
-from agent.status.report import StatusSources
+from agent.status.report import LastHolders, StatusSources
+from agent.telemetry import definitions as d
 from agent.telemetry.health_metrics import free_collector, health_collector
-from agent.telemetry.series import Collector, Sources
+from agent.telemetry.series import Collector, Series, Sources
 from agent.web.control import NAME as CONTROL_SOCKET
 from agent.web.control import ControlServer
-
-if TYPE_CHECKING:
-    from agent.dra.door import DraDoor
-
 
 # Builds what keeps our own CDI specification of the GPUs, where NVIDIA's programs are at hand.
 
@@ -98,13 +84,8 @@ async def keep_true(keeper: SpecificationKeeper, injector: Injector, tasks: Task
     with anyio.move_on_after(FIRST_SECONDS):
         await keeper.keep()
     await injector.update(injector.software)
-
-    async def look_again() -> None:
-        async for _ in keeper.devices.values():
-            await injector.update(injector.software)
-
     tasks.start("gpu specification", keeper.run)
-    tasks.start("gpu specification users", look_again)
+    tasks.start("gpu specification users", injector.follow_specification)
 
 
 def metrics(keeper: SpecificationKeeper) -> Iterator[Series]:
@@ -125,9 +106,6 @@ def follow_cluster(
     """
     if cluster is None:
         return PodSource(), Recorder()
-    from agent.node import refused_pods  # noqa: PLC0415  loads the client
-    from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder  # noqa: PLC0415  as above
-
     pods = ClusterPods(cluster.pods)
     pods.inform(holdings)
     recorder = ClusterRecorder(cluster.api, cluster.events, settings.vgpu.write_choice)
@@ -137,16 +115,6 @@ def follow_cluster(
     tasks.start("refused pods", refused_pods.follow, cluster.pods.reflector.items, cluster.events)
     tasks.start("choices", recorder.run)
     return pods, recorder
-
-
-async def follow_node_software(node: "NodeObject", injector: Injector) -> None:
-    """Pass the versions of kubelet and runtime to the injector whenever the Node object shows new ones."""
-    async for _ in node.reflector.items.values():
-        if node.value:
-            info = node.value.status.node_info
-            software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
-            if software != injector.software:
-                await injector.update(software)
 
 
 # Builds the socket of `gpu-node-agent status`, `top`, `cordon`, `clear-health` and `release`.
@@ -214,7 +182,7 @@ async def build(
     if injector.companions:
         tasks.start("companion devices", injector.watch_companions)
     if cluster:
-        tasks.start("injection", follow_node_software, cluster.node, injector)
+        tasks.start("injection", injector.follow_node, cluster.node)
     with anyio.move_on_after(FIRST_LOOK_SECONDS):
         await core.holdings.refresh()
         await snapshot.wait_for(lambda now: now.problem != NOT_YET)
@@ -314,12 +282,10 @@ async def build(
     return agent, serve
 
 
-async def _door(node: Node, wings: Mapping[Mode, Wing], core: Core) -> "DraDoor | None":
+async def _door(node: Node, wings: Mapping[Mode, Wing], core: Core) -> DraDoor | None:
     """The second door, where it is wanted and there is a way to the Kubernetes API."""
     if not node.settings.dra.enabled or node.cluster is None:
         return None
-    from agent.dra.door import DraDoor  # noqa: PLC0415  a mebibyte for nodes without it
-
     return await DraDoor.build(node, node.cluster, wings, core.readiness.switch)
 
 

@@ -1,49 +1,36 @@
 """Builds the switching of modes: the request, the switcher, and the writers of its outcome."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import anyio
 
 from agent.app.parts import Core, Tasks
-from agent.cluster.own_node import OwnNode
+from agent.cluster.node import OwnNode
+from agent.cluster.pods import PodCache
 from agent.cluster.reach import ClusterAccess
 from agent.holdings.holdings import HoldingsWatch
-from agent.kit.cell import Cell
-from agent.kubelet.endpoint import Endpoint
-from agent.kubelet.podresources import PodResourcesUnavailable
-from agent.model.holding import Growth, Place
-from agent.model.modes import Assignment
-from agent.modes.resources import ResourceSet
-from agent.node import scale_down
-from agent.node.annotations import ahead, follow_holders, follow_inventory
-from agent.node.capacity import Capacity, KubeletMute, Offer
-from agent.node.conditions import SIMULATED_LABEL, NodeStateWriter, Writers, labels_of, strategy_of
-from agent.node.driver_upgrade import Inherited
-from agent.node.taint import SchedulingTaint
-from agent.node.withdrawal import Withdrawals
-
-if TYPE_CHECKING:
-    from agent.cluster.pods import PodCache
-
-
-from collections.abc import Collection
-from pathlib import Path
-
 from agent.holdings.record import Owners, pods_of_processes, pods_of_strangers
 from agent.inventory.gpu_monitor import GpuMonitor
+from agent.kit.tasks import Cell
+from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.wire import ResourcePlugin
-from agent.model.modes import Mode
-from agent.modes.cordons import CordonBook
+from agent.model.holding import Growth, Place
+from agent.model.modes import Assignment, Mode
 from agent.modes.desired import ClaimRequests, Desired, DesiredSource, LastRequest, catalog_of
+from agent.modes.resources import ResourceSet
 from agent.modes.switcher import ModeSwitcher
 from agent.modes.unexplained import Unexplained
 from agent.modes.wing import Wing
-from agent.modes.withholding import Departed, Lingering
-from agent.node.driver_upgrade import DriverUpgrade
-from agent.nvml.processes import ProcessSweep
+from agent.modes.withholding import CordonBook, Departed, Lingering
+from agent.node.annotations import ahead, follow_holders, follow_inventory
+from agent.node.capacity import Capacity, Offer, SchedulingTaint
+from agent.node.conditions import NodeStateWriter, Writers, report_on
+from agent.node.driver_upgrade import DriverUpgrade, Inherited
+from agent.node.withdrawal import Withdrawals, unadmitted
+from agent.nvml.sweep import ProcessSweep
 from agent.settings import Settings
 from agent.telemetry.sampler import Sampler
 
@@ -58,7 +45,7 @@ class NodeParts:
     inherited: Inherited
     report: NodeStateWriter
     annotations: Cell[Mapping[str, str]]  # further ones that the report writes
-    pods: "PodCache"
+    pods: PodCache
 
     @property
     def writers(self) -> Writers:
@@ -73,7 +60,7 @@ def build_node(
         assignment,
         resources.figures,
         resources.delivered,
-        _taken_in(core.holdings),
+        core.holdings.client.allocatable,
         resources.register_again,
     )
     taint = SchedulingTaint(node)
@@ -85,37 +72,17 @@ def build_node(
         capacity,
         Withdrawals(node, offer, capacity, taint, unserved),
         Inherited(node, offer, capacity, taint, resources.names),
-        _report(core, node, assignment, annotations),
+        report_on(
+            core.settings,
+            node,
+            core.readiness.switch,
+            core.inventory.snapshot,
+            assignment,
+            core.holdings.cell,
+            annotations,
+        ),
         annotations,
         cluster.pods,
-    )
-
-
-def _report(
-    core: Core, node: OwnNode, assignment: Cell[Assignment], annotations: Cell[Mapping[str, str]]
-) -> NodeStateWriter:
-    settings, inventory, record = core.settings, core.inventory.snapshot, core.holdings.cell
-    switch = core.readiness.switch
-    fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
-
-    def labels(present: Mapping[str, str], notes: Mapping[str, str]) -> Mapping[str, str | None]:
-        # At first nobody knows how GPUs are offered, and what an agent before this one wrote stands.
-        if not settings.node_labels or not switch.value.gpus:
-            return fixed
-        strategy = strategy_of(switch.value, settings.mig.strategy)
-        return {**labels_of(inventory.value, assignment.value, present, strategy, notes), **fixed}
-
-    def changes(present: Mapping[str, str]) -> Mapping[str, str | None]:
-        guarded = settings.cluster.scale_down_guard
-        return scale_down.wanted(present, scale_down.holds_unseen(record.value) if guarded else False)
-
-    return NodeStateWriter(
-        node,
-        switch,
-        labels=labels,
-        annotations=annotations,
-        changes=changes,
-        wake_on=(inventory, assignment, record),
     )
 
 
@@ -146,13 +113,9 @@ def start_node(
         assignment,
         core.holdings.cell,
         parts.pods.reflector.items,
-        partial(_uids, parts.pods),
+        parts.pods.uids,
         parts.annotations,
     )
-
-
-def _uids(pods: "PodCache") -> Mapping[tuple[str, str], str]:
-    return {(pod.metadata.namespace, pod.metadata.name): uid for uid, pod in pods.pods().items()}
 
 
 async def _keep_amounts(parts: NodeParts, resources: ResourceSet) -> None:
@@ -164,25 +127,9 @@ async def _keep_amounts(parts: NodeParts, resources: ResourceSet) -> None:
         group.start_soon(resources.follow_lists, parts.capacity.wake)
 
 
-def _taken_in(holdings: HoldingsWatch) -> Callable[[], Awaitable[Mapping[str, int] | None]]:
-    """How many healthy devices the kubelet knows of each resource."""
-
-    async def taken_in() -> Mapping[str, int] | None:
-        try:
-            return await holdings.client.allocatable()
-        except PodResourcesUnavailable as error:
-            if error.unsupported:
-                return None
-            raise KubeletMute from error  # the holdings watch says why
-
-    return taken_in
-
-
 def _unserved(
-    pods: "PodCache", endpoints: list[Endpoint], holdings: HoldingsWatch
+    pods: PodCache, endpoints: list[Endpoint], holdings: HoldingsWatch
 ) -> Callable[[], Awaitable[frozenset[str]]]:
-    from agent.node.unadmitted_pods import unadmitted  # noqa: PLC0415  loads the API client's room
-
     return partial(
         unadmitted,
         lambda: None if pods.reflector.problem else pods.pods(),
@@ -238,7 +185,7 @@ async def build_switching(
     """Make the parts; `start_switching` starts their tasks."""
     settings, snapshot, readiness = core.settings, core.inventory.snapshot, core.readiness
     cluster = core.cluster
-    own = _own_node(cluster) if cluster else None
+    own = cluster.node if cluster else None
     most = settings.mps.most_clients
 
     def endpoint_of(plugin: ResourcePlugin) -> Endpoint:
@@ -317,12 +264,13 @@ async def start_switching(
 def _lingering(core: Core) -> Lingering:
     proc, snapshot, record = Path(core.settings.host.proc), core.inventory.snapshot, core.holdings
 
-    def gpus() -> Collection[str]:
-        return tuple(snapshot.value.by_uuid)
-
     # Without the API server who is a stranger is never known.
     strangers = partial(pods_of_strangers, proc=proc)
-    departed = Departed(gpus, strangers, record.known_pods, record.take_vanished) if core.cluster else None
+    departed = (
+        Departed(lambda: tuple(snapshot.value.by_uuid), strangers, record.known_pods, record.take_vanished)
+        if core.cluster
+        else None
+    )
     pids = ProcessSweep(core.nvml, core.calls).pids
     return Lingering(record.gpus_by_pod, pids, Owners(proc).of, record.holders, departed)
 
@@ -344,9 +292,3 @@ def _unexplained(core: Core, sampler: Sampler, lingering: Lingering) -> Unexplai
         lingering,
         strict=settings.unexplained_processes == "strict",
     )
-
-
-def _own_node(cluster: ClusterAccess) -> OwnNode:
-    from agent.node.object import ClusterNode  # noqa: PLC0415  loads the API client's room
-
-    return ClusterNode(cluster.node, cluster.events)

@@ -4,19 +4,20 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from agent.app.parts import Core, Tasks
+from agent.cluster.pods import PodCache
+from agent.cluster.reviews import Reviews
 from agent.holdings.record import Owners
-from agent.kit.cell import Cell
-from agent.kit.tasks import FatalError
+from agent.kit.tasks import Cell, FatalError
 from agent.model.holding import Growth, Place
 from agent.model.modes import Assignment
 from agent.model.pod import Pod
+from agent.telemetry.access import PATH, REVIEW_SECONDS, ScraperAdmission
 from agent.telemetry.container_use import ContainerWatch
 from agent.telemetry.rendering import MetricsPage
 from agent.telemetry.sampler import Sampler
@@ -24,9 +25,6 @@ from agent.telemetry.series import Sources
 from agent.web.certificates import Certificates, Files
 from agent.web.connections import ConnectionLimits
 from agent.web.server import HttpServer
-
-if TYPE_CHECKING:
-    from agent.cluster.pods import PodCache
 
 SWITCH_SECONDS = 0.001
 # For a few scrapers. A connection with TLS takes 0.3 MiB.
@@ -78,9 +76,6 @@ async def serve_metrics(core: Core, tasks: Tasks, sources: Sources) -> None:
 
 async def _serve_admitted(core: Core, tasks: Tasks, page: MetricsPage) -> None:
     """Serve the page over HTTPS to those whom the API server admits. Raises FatalError."""
-    from agent.cluster.reviews import Reviews  # noqa: PLC0415  loads the client
-    from agent.telemetry.access import PATH, REVIEW_SECONDS, ScraperAdmission  # noqa: PLC0415
-
     settings, cluster = core.settings, core.cluster
     if cluster is None:
         raise FatalError(
@@ -102,6 +97,6 @@ async def _serve(core: Core, https: HttpServer, *, task_status: TaskStatus[int])
     await core.supervisor.fatal("https", partial(https.serve, task_status=task_status))
 
 
-def _known_pods(cache: "PodCache | None") -> Callable[[], Mapping[str, Pod]]:
+def _known_pods(cache: PodCache | None) -> Callable[[], Mapping[str, Pod]]:
     """The pods of this node by the UID in their cgroups; none without the API server."""
     return (lambda: cache.cgroup_uids().pods) if cache else dict

@@ -11,7 +11,7 @@ import structlog
 from agent.app.agent import Agent
 from agent.kit import logs
 from agent.kit.configuration import ConfigurationError
-from agent.kit.inotify import FolderGone, watching
+from agent.kit.files import FolderGone, watching
 from agent.modes.desired import catalog_of
 from agent.settings import Settings
 

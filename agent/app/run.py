@@ -14,8 +14,8 @@ from anyio.abc import TaskStatus
 from agent import __version__
 from agent.app.agent import Agent
 from agent.app.build import NVML_SECONDS, build
-from agent.app.parts import Core, Tasks
-from agent.app.readiness import Readiness
+from agent.app.parts import Core, Readiness, Tasks
+from agent.cluster.api import ApiError
 from agent.cluster.reach import ClusterAccess, reach_cluster
 from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.actor import Inventory
@@ -23,10 +23,11 @@ from agent.inventory.verdicts import rules_from
 from agent.kit.files import Taken, exclusive
 from agent.kit.tasks import FatalError, Supervisor
 from agent.kubelet.podresources import PodResources
+from agent.node.conditions import node_events
+from agent.node.forget import forget
+from agent.nvml.event_watch import WorkerThread
 from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import WorkerThread
 from agent.settings import Settings
-from agent.status.node_events import node_events
 from agent.telemetry.rendering import METRICS_PATH
 from agent.web.probes import Probes
 from agent.web.server import HttpServer
@@ -133,9 +134,6 @@ def core_of(settings: Settings, nvml: NvmlPort, cluster: ClusterAccess | None = 
 
 async def _forgotten(cluster: ClusterAccess) -> None:
     """Take all that is ours off the Node object. A next agent on this node writes it again."""
-    from agent.cluster.api import ApiError  # noqa: PLC0415  loads the API client's room
-    from agent.node.forget import forget  # noqa: PLC0415
-
     try:
         await forget(cluster.api, cluster.node.name)
     except ApiError as error:

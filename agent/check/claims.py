@@ -7,13 +7,12 @@ from pathlib import Path
 import msgspec
 
 from agent.check.host import HostFiles
-from agent.check.kubelet import listens
-from agent.check.software import CheckedNode
+from agent.check.kubelet import CheckedNode, listens
 from agent.cluster.api import ApiError, connect
 from agent.cluster.lean import NoClusterAccess
 from agent.dra.support import problem_of
 from agent.holdings import claim_checkpoint
-from agent.kubelet.claim_endpoint import SOCKET
+from agent.kubelet.claim_service import SOCKET
 from agent.model.look import Look
 from agent.settings import Settings
 

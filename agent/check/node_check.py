@@ -1,19 +1,48 @@
 """`gpu-node-agent check node`: obstacles to offering this node's GPUs, with the remedies."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from agent.app.wings import WINGS
 from agent.check.claims import ClaimSupport, claim_support, look_at_claims
-from agent.check.driver_check import look_at_machine
 from agent.check.host import HostFiles
-from agent.check.injection import look_at_injection, way_of
-from agent.check.kubelet import look_at_kernel, look_at_kubelet
-from agent.check.own_specification import Own, look_at_specification, own_specification
-from agent.check.software import CheckedNode, NodeNotRead, node_facts
+from agent.check.injection import Own, look_at_injection, look_at_specification, own_specification, way_of
+from agent.check.kubelet import CheckedNode, NodeNotRead, look_at_kernel, look_at_kubelet, node_facts
+from agent.model.cuda import dotted
 from agent.model.look import Look
-from agent.nvml.port import NvmlPort
+from agent.modes.wing import Machine
+from agent.nvml.port import NvmlError, NvmlPort
 from agent.settings import Settings
+
+# Looks at the driver and its GPUs.
+
+
+def look_at_machine(nvml: NvmlPort, state: Path, root: Path | None = None) -> tuple[Machine, Sequence[Look]]:
+    """Ask NVML once. `state`, `root`: see Machine. Blocks."""
+    try:
+        driver = nvml.open()
+    except NvmlError as error:
+        return Machine(None, (), state, root), (Look.failed("driver", f"{error}"),)
+    looks = [Look.ok("driver", f"{driver.version}, serves CUDA {dotted(driver.cuda_version)}")]
+    gpus = []
+    try:
+        for index in range(nvml.count()):
+            try:
+                gpus.append(nvml.describe(index))
+            except NvmlError as error:
+                looks.append(Look.warning("GPUs", f"GPU {index} cannot be described: {error}"))
+    except NvmlError as error:
+        looks.append(Look.failed("GPUs", f"the driver does not say how many there are: {error}"))
+        return Machine(driver, (), state, root), looks
+    finally:
+        nvml.close()
+    if gpus:
+        products = ", ".join(sorted({gpu.product for gpu in gpus}))
+        looks.append(Look.ok("GPUs", f"{len(gpus)} x {products}"))
+    else:
+        looks.append(Look.failed("GPUs", "the driver knows no GPU; see dmesg and nvidia-smi"))
+    return Machine(driver, tuple(gpus), state, root), looks
 
 
 @dataclass(frozen=True, slots=True)

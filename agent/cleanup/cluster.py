@@ -16,8 +16,7 @@ import structlog
 from agent.cleanup import request
 from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupState, Exchange
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
-from agent.model.demand import MPS
-from agent.model.pod import Metadata, Pod
+from agent.model.pod import MPS, Metadata, Pod
 
 log = structlog.get_logger()
 

@@ -23,7 +23,7 @@ from agent.cleanup.request import (
 )
 from agent.cluster.api import ApiError, KubeApi, connect
 from agent.cluster.lean import NoClusterAccess
-from agent.cluster.node import NodeObject
+from agent.cluster.node import OwnNode
 from agent.cluster.pods import PodCache
 from agent.kit.tasks import Supervisor
 from agent.nvml.port import NvmlPort
@@ -46,19 +46,19 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-async def answer(node: NodeObject, request: CleanupRequest, state: CleanupState, message: str = "") -> None:
+async def answer(node: OwnNode, request: CleanupRequest, state: CleanupState, message: str = "") -> None:
     """Answer the request, unless the node shows this answer already. Raises ApiError."""
     report = CleanupReport(request.id, state, message)
     answer = exchange.answering(report)
-    if node.value is None or node.value.metadata.annotations.get(exchange.REPORT) != answer[exchange.REPORT]:
-        await node.patch_metadata(annotations=answer)
+    if node.annotations().get(exchange.REPORT) != answer[exchange.REPORT]:
+        await node.write_metadata({}, answer)
 
 
 class Requests:
     """Follows the request on the own node."""
 
     def __init__(
-        self, settings: Settings, node: NodeObject, pods: PodCache, clock: Callable[[], datetime] = utc_now
+        self, settings: Settings, node: OwnNode, pods: PodCache, clock: Callable[[], datetime] = utc_now
     ) -> None:
         """`node` and `pods` must be followed by somebody."""
         self._settings = settings
@@ -71,7 +71,7 @@ class Requests:
         refused = ""
         while True:
             seen = self._node.reflector.items.version
-            found = Exchange.of(self._node.value.metadata.annotations if self._node.value else {})
+            found = Exchange.of(self._node.annotations())
             request = found.request
             failed = False
             try:
@@ -82,7 +82,7 @@ class Requests:
                             return request
                         refused, failed = request.id, outcome is CleanupState.FAILED
                 elif found.present:
-                    await self._node.patch_metadata(annotations=exchange.NOTHING)
+                    await self._node.write_metadata({}, exchange.NOTHING)
             except ApiError as error:
                 log.warning("cleanup_not_answered", problem=str(error))
                 failed = True
@@ -119,7 +119,7 @@ async def stand_by(
     supervisor = Supervisor()
     http = HttpServer(settings.http.address, settings.http.port)
     Probes(supervisor, lambda: [_status_line(request)]).add_to(http)
-    own = NodeObject(api, name)
+    own = OwnNode(api, name)
     pods = PodCache(api, name, lambda: own.uid)
     async with api, anyio.create_task_group() as group:
 
@@ -152,7 +152,7 @@ class Standby:
         settings: Settings,
         nvml: NvmlPort,
         api: KubeApi,
-        node: NodeObject,
+        node: OwnNode,
         pods: PodCache,
         clock: Callable[[], datetime] = utc_now,
     ) -> None:

@@ -17,8 +17,8 @@ from agent.cleanup.request import CleanupFailed, CleanupRefused
 from agent.cluster.api import ApiError, KubeApi
 from agent.cluster.pods import PodCache
 from agent.holdings.holdings import HoldingsWatch
-from agent.injection import specification
-from agent.injection.hook import FOLDER as BIN
+from agent.injection import toolkit
+from agent.injection.toolkit import FOLDER as BIN
 from agent.kit import files
 from agent.kit.files import DRAFT, Taken, exclusive
 from agent.kubelet.podresources import PodResources, PodResourcesUnavailable
@@ -116,7 +116,7 @@ def remove_files(settings: Settings, users: AbstractSet[str] = frozenset()) -> b
     vGPU containers have mounted: the kubelet repeats CDI names and mounts when a container is started again.
     Answers whether everything was removed.
     """
-    gpus = Path(settings.host.cdi) / specification.FILE
+    gpus = Path(settings.host.cdi) / toolkit.FILE
     state, run = Path(settings.host.state), Path(settings.host.run)
     needed = (gpus, *(path for wing in WINGS for path in wing.needed_by_holders(settings)))
     kept = bool(users) and any(each.exists() for each in needed)

@@ -16,7 +16,7 @@ from agent.cli.output import Document, add_output, formatted
 from agent.cli.running import in_cluster
 from agent.model import cuda
 from agent.model.modes import OFFERED_MODES
-from agent.nvml.nvml_errors import NvmlError
+from agent.nvml.port import NvmlError
 
 CODES = {cuda.Level.ALLOWED: 0, cuda.Level.UNSTABLE: 3, cuda.Level.BLOCKED: 1}
 

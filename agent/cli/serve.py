@@ -17,8 +17,7 @@ import structlog
 
 from agent.cli.running import exit_code
 from agent.kit import logs
-from agent.kit.cell import Cell
-from agent.kit.tasks import FatalError
+from agent.kit.tasks import Cell, FatalError
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
 

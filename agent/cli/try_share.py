@@ -45,8 +45,7 @@ def _try(options: argparse.Namespace) -> int:
         for line in seen():
             print(line, flush=True)
         return 0
-    from agent.check.share_pod import TrialOptions  # noqa: PLC0415  as above
-    from agent.check.trial import TrialFailed, attempt  # noqa: PLC0415  loads the API client
+    from agent.check.trial import TrialFailed, TrialOptions, attempt  # noqa: PLC0415
 
     chosen = TrialOptions(
         Mode(options.mode) if options.mode else None,

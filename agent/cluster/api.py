@@ -1,5 +1,6 @@
 """The Kubernetes API as paths and JSON: every call has a deadline and errors of this room."""
 
+import datetime as dt
 import inspect
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ KEEP_ALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEP
 class ApiError(Exception):
     """A call to the API server failed."""
 
+    refused = False  # the server said no; else a write may have been carried out, or still be
+
 
 class ApiUnavailable(ApiError):
     """The API server cannot be reached, or did not answer in time."""
@@ -40,6 +43,7 @@ class ApiRefused(ApiError):
     ) -> None:
         """`said`: the answer's body; None: it cannot be understood."""
         self.status = status
+        self.refused = status < HTTPStatus.INTERNAL_SERVER_ERROR
         self.retry_after = retry_after  # seconds, as the server asks
         self._said = said
         super().__init__(message)
@@ -187,6 +191,11 @@ async def connect(kubeconfig: Path | None) -> KubeApi:
     """Find a way to the API server. Makes no call yet. Raises lean.NoClusterAccess."""
     configured = await lean.configuration(kubeconfig)
     return KubeApi(configured, lean.rest_client(configured))
+
+
+def now() -> str:
+    """The present time as Kubernetes writes times: in RFC 3339, to the second, in UTC."""
+    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @contextmanager

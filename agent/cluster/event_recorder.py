@@ -1,6 +1,5 @@
 """Kubernetes events: what people see with `kubectl describe node`."""
 
-import datetime as dt
 import hashlib
 import time
 from collections import OrderedDict
@@ -11,7 +10,7 @@ from typing import Literal
 import anyio
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
+from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi, now
 from agent.kit.tasks import Backoff, Mailbox
 
 log = structlog.get_logger()
@@ -102,14 +101,13 @@ class EventRecorder:
     async def _write(self, event: Event, digest: str) -> None:
         namespace = event.regarding.namespace or NODE_EVENTS_NAMESPACE
         path = f"/api/v1/namespaces/{namespace}/events"
-        now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         if event.key:
-            await self._send_once(event, path, namespace, now)
+            await self._send_once(event, path, namespace)
             return
         count, name = self._counts.get(event, (0, ""))
         if count:
             try:
-                await self._api.merge_patch(f"{path}/{name}", {"count": count + 1, "lastTimestamp": now})
+                await self._api.merge_patch(f"{path}/{name}", {"count": count + 1, "lastTimestamp": now()})
             except ApiRefused as error:
                 if error.status != 404:  # events live for an hour
                     raise
@@ -118,7 +116,7 @@ class EventRecorder:
                 return
         name = f"{event.regarding.name[:200]}.{digest}"
         try:
-            await self._api.post(path, self._body(event, name, namespace, now))
+            await self._api.post(path, self._body(event, name, namespace))
         except ApiRefused as error:
             if error.status != HTTPStatus.CONFLICT:  # written by a try whose answer did not come in time
                 raise
@@ -126,7 +124,7 @@ class EventRecorder:
             self._counts.clear()
         self._counts[event] = (1, name)
 
-    async def _send_once(self, event: Event, path: str, namespace: str, now: str) -> None:
+    async def _send_once(self, event: Event, path: str, namespace: str) -> None:
         about = event.regarding
         identity = f"{about.kind}/{about.uid}/{event.reason}/{event.key}"
         name = f"{about.name[:200]}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
@@ -134,7 +132,7 @@ class EventRecorder:
         if written is not None and time.monotonic() - written < KEPT_SECONDS:
             return
         try:
-            await self._api.post(path, self._body(event, name, namespace, now))
+            await self._api.post(path, self._body(event, name, namespace))
         except ApiRefused as error:
             if error.status != HTTPStatus.CONFLICT:  # this or another process wrote it before
                 raise
@@ -143,8 +141,8 @@ class EventRecorder:
         if len(self._once) > WRITTEN_ONCE:
             self._once.popitem(last=False)
 
-    def _body(self, event: Event, name: str, namespace: str, now: str) -> dict[str, object]:
-        about = event.regarding
+    def _body(self, event: Event, name: str, namespace: str) -> dict[str, object]:
+        about, moment = event.regarding, now()
         return {
             "apiVersion": "v1",
             "kind": "Event",
@@ -160,8 +158,8 @@ class EventRecorder:
             "message": event.message[:1024],
             "type": "Warning" if event.warning else "Normal",
             "count": 1,
-            "firstTimestamp": now,
-            "lastTimestamp": now,
+            "firstTimestamp": moment,
+            "lastTimestamp": moment,
             "source": {"component": self._reporter, "host": self._node},
             "reportingComponent": self._reporter,
             "reportingInstance": self._node,

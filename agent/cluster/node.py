@@ -2,12 +2,18 @@
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.api import ApiError, ApiRefused, KubeApi, now
+from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.reflector import Reflector
+from agent.kit.tasks import Cell
+from agent.model.modes import units
 from agent.model.pod import Metadata
+
+Amounts = Mapping[str, tuple[int, int]]  # resource -> (capacity, allocatable)
 
 TAINT_TRIES = 5  # others change the node's taints, too
 CHANGED_MEANWHILE = (409, 422)  # 422: a JSON patch whose `test` failed
@@ -26,6 +32,10 @@ class NodeCondition(msgspec.Struct, rename="camel", frozen=True):
     reason: str = ""
     message: str = ""
     last_transition_time: str | None = None
+
+    @property
+    def says(self) -> tuple[str, str, str]:
+        return self.status, self.reason, self.message
 
 
 class NodeStatus(msgspec.Struct, rename="camel", frozen=True):
@@ -66,17 +76,27 @@ async def read_node(api: KubeApi, name: str) -> ApiNode | None:
     return found[0] if found else None
 
 
-class NodeObject:
-    """Watches one node and patches it. No other agent writes the same fields."""
+class OwnNode:
+    """Watches one node and patches it. No other agent writes the same fields.
+
+    Reads answer from the newest copy, which own writes are part of once they are answered. Every write raises
+    ApiError.
+    """
 
     def __init__(self, api: KubeApi, name: str) -> None:
         self._api = api
         self.name = name
         self._path = f"/api/v1/nodes/{name}"
         self._written = ""  # the node's version after our last write
+        self.events = EventRecorder(api, name)
         self.reflector = Reflector(
             api, "/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"}, ApiNode, "node"
         )
+
+    @property
+    def changes(self) -> Cell[Any]:
+        """Published whenever the node changed."""
+        return self.reflector.items
 
     @property
     def value(self) -> ApiNode | None:
@@ -87,22 +107,47 @@ class NodeObject:
         """The UID of the Node object; None: not known yet."""
         return self.value.metadata.uid if self.value else None
 
+    def labels(self) -> Mapping[str, str] | None:
+        """The node's labels; None: not known yet."""
+        return self.value.metadata.labels if self.value else None
+
+    def annotations(self) -> Mapping[str, str]:
+        return self.value.metadata.annotations if self.value else {}
+
+    def condition(self, kind: str) -> NodeCondition | None:
+        """One of the node's conditions; None: it has none of that type, or is not known yet."""
+        conditions = self.value.status.conditions if self.value else []
+        return next((each for each in conditions if each.type == kind), None)
+
+    def amounts(self, resources: frozenset[str]) -> Amounts | None:
+        """Capacity and allocatable in the node's status, 0 where absent; None: not known yet."""
+        if self.value is None:
+            return None
+        capacity, allocatable = self.value.status.capacity, self.value.status.allocatable
+        return {name: (_count(capacity.get(name)), _count(allocatable.get(name))) for name in resources}
+
+    def tainted(self, key: str) -> bool | None:
+        """Whether the node carries a taint of that key; None: not known yet."""
+        return any(each.get("key") == key for each in self.value.spec.taints) if self.value else None
+
+    def event(self, reason: str, message: str, warning: bool) -> None:
+        """An event about the node; never waits."""
+        self.events.node(reason, message, warning)
+
     async def seen(self) -> None:
         """Return once the watch has shown our last write; bound it with a cancel scope."""
         await self.reflector.reached(self._written)
 
-    async def patch_metadata(
-        self,
-        labels: Mapping[str, str | None] | None = None,
-        annotations: Mapping[str, str | None] | None = None,
+    async def write_metadata(
+        self, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
     ) -> None:
-        """Set labels and annotations; None removes one. Raises ApiError."""
-        metadata = {"labels": dict(labels or {}), "annotations": dict(annotations or {})}
+        """Set labels and annotations; None removes one."""
+        metadata = {"labels": dict(labels), "annotations": dict(annotations)}
         body = {"metadata": {k: v for k, v in metadata.items() if v}}
         self._answered(await self._api.merge_patch(self._path, body))
 
-    async def set_taint(self, key: str, effect: str, *, present: bool) -> None:
-        """Add or remove one taint, keep the others. Raises ApiError.
+    async def write_taint(self, key: str, effect: str, *, present: bool) -> None:
+        """Add or remove one taint, keep the others.
 
         One call where the taints are as we saw them last. A patch replaces them as a whole, so it tests them
         first; a version in place of the test would fail at each heartbeat of the kubelet.
@@ -142,28 +187,31 @@ class NodeObject:
             raise ApiError(f"there is no node {self.name}")
         return node
 
-    async def patch_resources(self, figures: Mapping[str, tuple[int, int]]) -> None:
-        """Write capacity and allocatable of resources into the status, as the kubelet will at its next tick.
-
-        Raises ApiError.
-        """
+    async def write_amounts(self, figures: Amounts) -> None:
+        """Write capacity and allocatable into the status, as the kubelet will at its next tick."""
         status = {
             "capacity": {name: str(capacity) for name, (capacity, _) in figures.items()},
             "allocatable": {name: str(allocatable) for name, (_, allocatable) in figures.items()},
         }
         self._answered(await self._api.merge_patch(f"{self._path}/status", {"status": status}))
 
-    async def patch_condition(
-        self, kind: str, status: str, reason: str, message: str, changed: str, now: str
-    ) -> None:
-        """Write one condition, keep the others. Times in RFC 3339. Raises ApiError."""
+    async def write_condition(self, kind: str, status: str, reason: str, message: str, changed: str) -> None:
+        """Write one condition, keep the others. `changed`: since when its status is so (RFC 3339)."""
         condition = {
             "type": kind,
             "status": status,
             "reason": reason,
             "message": message,
             "lastTransitionTime": changed,
-            "lastHeartbeatTime": now,
+            "lastHeartbeatTime": now(),
         }
         body = {"status": {"conditions": [condition]}}
         self._answered(await self._api.strategic_patch(f"{self._path}/status", body))
+
+
+def _count(quantity: str | None) -> int:
+    """Units of an extended resource; -1: the quantity cannot be understood."""
+    try:
+        return units(quantity or "0")
+    except ValueError:
+        return -1

@@ -10,13 +10,11 @@ import anyio
 import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.api import ApiError, ApiRefused, KubeApi, now
 from agent.cluster.pods import PodCache
-from agent.kit.cell import Cell
-from agent.kit.timestamps import now
-from agent.model.claim_device import DRIVER
+from agent.kit.tasks import Cell
 from agent.model.pod import Pod
-from agent.model.resource_claim import GROUP, HeldClaim, ResourceClaim
+from agent.model.resource_claim import DRIVER, GROUP, HeldClaim, ResourceClaim
 
 log = structlog.get_logger()
 

@@ -137,6 +137,10 @@ class PodCache:
         """The pods as last seen, by UID."""
         return self.reflector.items.value
 
+    def uids(self) -> Mapping[tuple[str, str], str]:
+        """UIDs by namespace and name."""
+        return {pod.key: uid for uid, pod in self.pods().items()}
+
     def cgroup_uids(self) -> CgroupUids[Pod]:
         """The pods as last seen by their cgroups' UIDs, with the UIDs that more than one pod claims."""
         pods, uid = self.pods(), self._node_uid()

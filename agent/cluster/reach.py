@@ -2,28 +2,29 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 
+from agent.cluster.api import KubeApi, connect
+from agent.cluster.event_recorder import EventRecorder
+from agent.cluster.lean import NoClusterAccess
+from agent.cluster.node import OwnNode
+from agent.cluster.pods import PodCache
 from agent.kit.tasks import FatalError
 from agent.settings import Settings
-
-if TYPE_CHECKING:
-    from agent.cluster.api import KubeApi
-    from agent.cluster.event_recorder import EventRecorder
-    from agent.cluster.node import NodeObject
-    from agent.cluster.pods import PodCache
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    api: "KubeApi"
-    node: "NodeObject"
-    pods: "PodCache"
-    events: "EventRecorder"
+    api: KubeApi
+    node: OwnNode
+    pods: PodCache
+
+    @property
+    def events(self) -> EventRecorder:
+        return self.node.events
 
     @property
     def problem(self) -> str | None:
@@ -47,13 +48,6 @@ async def reach_cluster(settings: Settings) -> ClusterAccess | None:
     configured = settings.cluster
     if configured.access == "off":
         return None
-    # Importing the client takes a tenth of a second and 5 MiB: only where it is used.
-    from agent.cluster.api import connect  # noqa: PLC0415
-    from agent.cluster.event_recorder import EventRecorder  # noqa: PLC0415
-    from agent.cluster.lean import NoClusterAccess  # noqa: PLC0415
-    from agent.cluster.node import NodeObject  # noqa: PLC0415
-    from agent.cluster.pods import PodCache  # noqa: PLC0415
-
     try:
         api = await connect(Path(configured.kubeconfig) if configured.kubeconfig else None)
     except NoClusterAccess as error:
@@ -62,5 +56,5 @@ async def reach_cluster(settings: Settings) -> ClusterAccess | None:
         log.info("no_cluster_access", reason=str(error))
         return None
     name = configured.own_node
-    node = NodeObject(api, name)
-    return ClusterAccess(api, node, PodCache(api, name, lambda: node.uid), EventRecorder(api, name))
+    node = OwnNode(api, name)
+    return ClusterAccess(api, node, PodCache(api, name, lambda: node.uid))

@@ -2,20 +2,58 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from agent.dra.configuration import BadConfiguration, ShareConfiguration, parse
-from agent.model.claim_device import DRIVER, ClaimedShare, parse_device
-from agent.model.demand import CORES
-from agent.model.modes import SHARES
-from agent.model.pod import Pod
+import msgspec
+
+from agent.model.modes import SHARES, units
+from agent.model.pod import CORES, Pod
 from agent.model.resource_claim import (
+    DRIVER,
     AskedDevice,
+    ClaimedShare,
     DeviceConfiguration,
     DeviceResult,
     HeldClaim,
     ResourceClaim,
+    parse_device,
 )
-from agent.model.units import units
+
+# The opaque configuration of a class or a claim: strict, so that nothing meant is passed over. Pure.
+
+API_VERSION = "gpu-node-agent.io/v1"
+KIND = "ShareConfiguration"
+
+
+class BadConfiguration(Exception):
+    """Parameters that are not understood; the text says what is wrong, and what is right."""
+
+
+class ShareConfiguration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of the devices of a request."""
+
+    # The order of the slices is that of binpack. Which device it is kube-scheduler says: no other can be had.
+    placement: Literal["binpack"] = "binpack"
+    # Among MPS shares of one GPU: kernels of low ones give way (CUDA_MPS_CLIENT_PRIORITY).
+    priority: Literal["normal", "low"] = "normal"
+
+
+def parse(parameters: object) -> ShareConfiguration:
+    """Raises BadConfiguration."""
+    if not isinstance(parameters, dict):
+        raise BadConfiguration("it is no object")
+    given = {**parameters}
+    version, kind = given.pop("apiVersion", None), given.pop("kind", None)
+    if (version, kind) != (API_VERSION, KIND):
+        text = f"apiVersion {version!r} and kind {kind!r}"[:200]
+        raise BadConfiguration(f"it has {text}; known is {API_VERSION}, {KIND}")
+    try:
+        return msgspec.convert(given, ShareConfiguration)
+    except msgspec.ValidationError as error:
+        raise BadConfiguration(
+            f"{str(error)[:200]}; keys are placement (binpack) and priority (normal, low)"
+        ) from error
+
 
 GIB = 1 << 30
 

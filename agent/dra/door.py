@@ -18,9 +18,8 @@ from agent.dra.offers import Offers
 from agent.dra.publisher import SlicePublisher
 from agent.dra.reports import ClusterClaimReports
 from agent.holdings import claim_checkpoint
-from agent.kit.cell import Cell
-from agent.kit.tasks import follow
-from agent.kubelet.claim_endpoint import ClaimEndpoint
+from agent.kit.tasks import Cell, follow
+from agent.kubelet.claim_service import ClaimEndpoint
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.modes.desired import ClaimRequests
 from agent.modes.planner import SwitchState

@@ -17,18 +17,15 @@ from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.dra.claims import Bounds, ClaimRefused, asked, check_containers, devices_of
 from agent.dra.ledger import ClaimLedger
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import Backoff
+from agent.kit.tasks import Backoff, Cell
 from agent.kubelet.claim_service import ClaimName, DeviceVerdict, PreparedShare
-from agent.model.claim_device import DRIVER, pool_of
-from agent.model.demand import MPS
 from agent.model.holding import Holder
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.pod import Pod
-from agent.model.resource_claim import GROUP, HeldClaim, ResourceClaim
-from agent.modes.cordons import CORDONED
+from agent.model.pod import MPS, Pod
+from agent.model.resource_claim import DRIVER, GROUP, HeldClaim, ResourceClaim, pool_of
 from agent.modes.planner import STARTING, SwitchState
 from agent.modes.wing import NotYet, SetUpFailed, Wing
+from agent.modes.withholding import CORDONED
 from agent.pairing.resolver import PodSource, PodsUnavailable
 
 log = structlog.get_logger()

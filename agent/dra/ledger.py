@@ -12,12 +12,11 @@ from types import MappingProxyType
 
 import anyio
 
-from agent.kit.cell import Cell
-from agent.model.claim_device import device_name
-from agent.model.demand import CORES
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding
 from agent.model.modes import SHARES
-from agent.model.resource_claim import AskedDevice, HeldClaim
+from agent.model.pod import CORES
+from agent.model.resource_claim import AskedDevice, HeldClaim, device_name
 from agent.modes.desired import ClaimRequests
 
 # The kubelet writes a claim down before it asks for it, and its devices when the pod's other drivers have

@@ -15,11 +15,11 @@ from agent.dra.slices import (
     names,
 )
 from agent.inventory.snapshot import GpuState, Snapshot, pcie_root
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.claim_service import DeviceVerdict
-from agent.model.claim_device import WORDS, device_name, pool_of
 from agent.model.gpu import Driver
 from agent.model.modes import SHARES, Assignment, GpuMode, Mode
+from agent.model.resource_claim import WORDS, device_name, pool_of
 from agent.modes.desired import ClaimRequests
 from agent.modes.planner import SwitchState
 from agent.modes.wing import Wing

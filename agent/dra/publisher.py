@@ -33,10 +33,8 @@ from agent.dra.slices import (
     rewrites,
     writes,
 )
-from agent.kit.cell import Cell
-from agent.kit.tasks import Backoff, follow
-from agent.model.claim_device import DRIVER, pool_of
-from agent.model.resource_claim import GROUP, ClaimList
+from agent.kit.tasks import Backoff, Cell, follow
+from agent.model.resource_claim import DRIVER, GROUP, ClaimList, pool_of
 
 log = structlog.get_logger()
 

@@ -7,14 +7,12 @@ import anyio
 import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.api import ApiError, ApiRefused, KubeApi, now
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.dra.driver import ClaimReports
 from agent.kit.tasks import Mailbox
-from agent.kit.timestamps import now
 from agent.kubelet.claim_service import ClaimName
-from agent.model.claim_device import DRIVER
-from agent.model.resource_claim import GROUP, ResourceClaim
+from agent.model.resource_claim import DRIVER, GROUP, ResourceClaim
 
 log = structlog.get_logger()
 

@@ -11,13 +11,11 @@ from typing import Any, Final
 
 import msgspec
 
-from agent.model.claim_device import DRIVER, WORDS, device_name, parse_device, pool_of
 from agent.model.cuda import semantic
-from agent.model.demand import CORES, MPS
 from agent.model.gpu import Driver, Gpu
-from agent.model.modes import SHARES, WHOLE_GPUS, Mode
-from agent.model.pod import Metadata
-from agent.model.units import units
+from agent.model.modes import SHARES, WHOLE_GPUS, Mode, units
+from agent.model.pod import CORES, MPS, Metadata
+from agent.model.resource_claim import DRIVER, WORDS, device_name, parse_device, pool_of
 
 PATH: Final = "/apis/resource.k8s.io/v1/resourceslices"
 COUNTERS_PER_SET: Final = 32

@@ -17,7 +17,7 @@ from agent.cluster.event_recorder import EventRecorder
 from agent.cluster.lean import NoClusterAccess
 from agent.extender.binder import Binder
 from agent.extender.fleet import Fleet
-from agent.extender.gang_record import GangRecord
+from agent.extender.gangs import GangRecord
 from agent.extender.handlers import AllowedNames, ServingState, Verbs
 from agent.extender.lease import NAMESPACE_FILE, Election, ServingLabel
 from agent.extender.ledger_sync import LedgerSync

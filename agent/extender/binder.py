@@ -16,15 +16,14 @@ import structlog
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim
-from agent.extender.gang_record import GangRecord
-from agent.extender.gangs import Gangs
+from agent.extender.gangs import GangRecord, Gangs
 from agent.extender.objects import WatchedPod, as_model, decode_pod, names_gpus, owner_of
 from agent.extender.pod_demand import PodDemand, annotations_of, pod_demand
 from agent.extender.scheduler_protocol import BindingArgs
-from agent.extender.times import BIND_SECONDS
-from agent.kit.cell import Cell
-from agent.model.demand import Impossible
+from agent.extender.settings import BIND_SECONDS
+from agent.kit.tasks import Cell
 from agent.model.placement import HINT_NODE, HINT_TIME, PlacementPolicy, policy_of
+from agent.model.pod import Impossible
 
 log = structlog.get_logger()
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from agent.extender.free_capacity import FreeCapacity, ModeCapacity, Summary
 from agent.extender.packing import After, Ordering, SearchWork, fullest_first, pack
 from agent.extender.pod_demand import Chosen, PodDemand, Slot
-from agent.model.demand import CORES
 from agent.model.gpu import Topology
 from agent.model.modes import PAIRS
 from agent.model.node_inventory import NodeInventory
 from agent.model.placement import FreeGpu, Mix, PlacementPolicy, order, unusable
+from agent.model.pod import CORES
 
 # Lower is better; compared between nodes of one cluster under one policy.
 Worth = tuple[float, ...]

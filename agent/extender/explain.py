@@ -22,7 +22,7 @@ from agent.extender.objects import (
     read_pod,
 )
 from agent.extender.pod_demand import PodDemand, pod_demand
-from agent.model.demand import STATIC_PODS, Impossible
+from agent.model.pod import STATIC_PODS, Impossible
 
 LIST_SECONDS = 60.0
 # In an answer, of which one is held at a time: pods have 6 to 10 KB, nodes with many images 30 KB.

@@ -15,9 +15,9 @@ from agent.extender.choice import Picked, judge, pick
 from agent.extender.free_capacity import FreeCapacity, PodClaim, Summary, free_capacity
 from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import WHOLE_GPUS, PodDemand
-from agent.model.demand import CORES
 from agent.model.node_inventory import NodeInventory
 from agent.model.placement import Mix, PlacementPolicy, usual_mix
+from agent.model.pod import CORES
 
 UNKNOWN_NODE = "node not known to the extender"
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agent.extender.pod_demand import Chosen, PodDemand, Slot
-from agent.model.demand import CORES
 from agent.model.modes import PAIRS, Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import UNLIMITED, FreeGpu
+from agent.model.pod import CORES
 
 
 @dataclass(frozen=True, slots=True)

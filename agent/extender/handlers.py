@@ -14,12 +14,12 @@ from anyio import get_cancelled_exc_class
 from agent.extender import scheduler_protocol
 from agent.extender.binder import Binder, NotBound, PodRequest
 from agent.extender.eviction import victims_needed
-from agent.extender.gang_record import NotRecorded
+from agent.extender.gangs import NotRecorded
 from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import WatchedPod, gang_of
 from agent.extender.simulation import simulated
 from agent.extender.verdicts import NOT_REACHED, Verdicts
-from agent.model.demand import Impossible
+from agent.model.pod import Impossible
 from agent.web.server import Handler, HttpRequest, HttpServer, Reply
 
 log = structlog.get_logger()

@@ -20,7 +20,7 @@ from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.reflector import PartialObject
 from agent.extender.settings import Lease as LeaseSettings
 from agent.extender.settings import Serving
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.pod import Metadata
 
 log = structlog.get_logger()

@@ -6,12 +6,11 @@ import anyio
 import structlog
 
 from agent.cluster.api import KubeApi
-from agent.cluster.deltas import DeltaReflector
+from agent.cluster.reflector import DeltaReflector
 from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.objects import read_node, read_pod
-from agent.extender.times import DEAD_WATCH_SECONDS, UNSHOWN_SECONDS
-from agent.kit.cell import Cell
-from agent.kit.tasks import Supervisor
+from agent.extender.settings import DEAD_WATCH_SECONDS, UNSHOWN_SECONDS
+from agent.kit.tasks import Cell, Supervisor
 
 log = structlog.get_logger()
 

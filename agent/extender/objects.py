@@ -10,12 +10,10 @@ import structlog
 from agent.extender.fleet import BoundPod, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import RESOURCES, PodDemand, chosen_in, pod_demand
-from agent.model.demand import Impossible
-from agent.model.modes import PAIRS, BadDeviceId, Mode, parse
+from agent.model.modes import PAIRS, BadDeviceId, Mode, parse, units
 from agent.model.node_inventory import INVENTORY, BadInventory, decode
 from agent.model.placement import ASSIGNED, POLICY, PlacementPolicy
-from agent.model.pod import Metadata, Pod, PodSpec, PodStatus
-from agent.model.units import units
+from agent.model.pod import Impossible, Metadata, Pod, PodSpec, PodStatus
 
 log = structlog.get_logger()
 

@@ -13,8 +13,8 @@ import anyio
 import anyio.lowlevel
 
 from agent.cluster.api import KubeApi
-from agent.cluster.deltas import DeltaReflector
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
+from agent.cluster.reflector import DeltaReflector
 from agent.extender.choice import refusal
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import free_capacity
@@ -24,10 +24,9 @@ from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import WHOLE_GPU, PodDemand, Slot, pod_demand
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.kit.tasks import Supervisor
-from agent.model.demand import WAITING_FOR_GPU, Impossible
 from agent.model.modes import PAIRS, Mode
 from agent.model.node_inventory import NodeInventory
-from agent.model.pod import Metadata
+from agent.model.pod import WAITING_FOR_GPU, Impossible, Metadata
 
 UNBOUND = "spec.nodeName=,status.phase=Pending"
 LOOK_SECONDS = 2.0

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from agent.model.demand import Demand, Impossible, demand_of, init_group_of
-from agent.model.modes import OFFERED_MODES, PAIRS, Mode
+from agent.model.modes import OFFERED_MODES, PAIRS, Mode, ResourcePair
 from agent.model.placement import ASSIGNED, HINT, indices_in, places
-from agent.model.pod import Container, Pod, Stage
-from agent.model.units import ResourcePair
+from agent.model.pod import Container, Demand, Impossible, Pod, Stage, demand_of, init_group_of
 
 # A node lists its time slices by the first of these names, or by another.
 WHOLE_GPUS = Mode.PGPU.resources

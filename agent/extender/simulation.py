@@ -16,9 +16,9 @@ from agent.extender.objects import read_node
 from agent.extender.pod_demand import WHOLE_GPUS, PodDemand
 from agent.extender.scheduler_protocol import Asked, BadRequest
 from agent.extender.verdicts import REQUEST_STEPS, Verdicts
-from agent.model.demand import CORES
 from agent.model.modes import PAIRS, Mode
 from agent.model.node_inventory import MOST_GPUS, GpuEntry, NodeInventory
+from agent.model.pod import CORES
 
 MEMORY = "nvidia.com/gpu.memory"  # node label: MiB of each GPU
 NODES_AT_ONCE = 128  # that are decoded before others run: a few milliseconds

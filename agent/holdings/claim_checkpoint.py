@@ -8,8 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from agent.model.claim_device import DRIVER, share_of
-from agent.model.resource_claim import AskedDevice, HeldClaim
+from agent.model.resource_claim import DRIVER, AskedDevice, HeldClaim, share_of
 
 FILE_NAME = "dra_manager_state"
 

@@ -21,10 +21,14 @@ from agent.holdings.record import (
     View,
     join,
 )
-from agent.kit.cell import Cell
-from agent.kit.tasks import Backoff
-from agent.kubelet.kubelet_socket import Identity, KubeletSocket
-from agent.kubelet.podresources import LIST_SECONDS, PodResources, PodResourcesUnavailable
+from agent.kit.tasks import Backoff, Cell
+from agent.kubelet.podresources import (
+    LIST_SECONDS,
+    Identity,
+    KubeletSocket,
+    PodResources,
+    PodResourcesUnavailable,
+)
 from agent.model.holding import Holding, Record
 from agent.model.modes import PREFIXES, BadDeviceId, parse
 from agent.model.pod import Pod

@@ -13,15 +13,14 @@ import anyio.to_thread
 import structlog
 import yaml
 
+from agent.cluster.node import OwnNode
 from agent.injection.companions import device_root, lacking, nodes, wanted
-from agent.injection.specification import KIND, Devices
-from agent.kit.cell import Cell
+from agent.injection.toolkit import KIND, Devices
 from agent.kit.files import inside
-from agent.kit.tasks import describe
-from agent.kubelet.wire import Allocation, DeviceNode
-from agent.model.claim_device import SHARE_KIND, visible
+from agent.kit.tasks import Cell, describe
+from agent.kubelet.wire import Allocation, DeviceNode, Mount
 from agent.model.gpu import Driver, Gpu, Instance
-from agent.model.mount import Mount
+from agent.model.resource_claim import SHARE_KIND, visible
 from agent.settings import Settings
 
 log = structlog.get_logger()
@@ -224,6 +223,20 @@ class Injector:
         await anyio.to_thread.run_sync(self.look, software)
         self.looked.publish(software)
         self._tell()
+
+    async def follow_node(self, node: OwnNode) -> None:
+        """Take up the versions of kubelet and runtime whenever the Node object shows new ones, for ever."""
+        async for _ in node.changes.values():
+            if node.value:
+                info = node.value.status.node_info
+                software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
+                if software != self.software:
+                    await self.update(software)
+
+    async def follow_specification(self) -> None:
+        """Look again whenever the devices of our own specification are others, for ever."""
+        async for _ in self._own.values():
+            await self.update(self.software)
 
     async def watch_companions(self) -> None:
         """Look again for what may come and go without a word, until cancelled."""

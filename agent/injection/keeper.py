@@ -12,12 +12,19 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.injection.specification import FILE, BadSpecification, CdiError, Devices, Specification, parse
-from agent.injection.toolkit import MOST_BYTES, Generator
+from agent.injection.toolkit import (
+    FILE,
+    MOST_BYTES,
+    BadSpecification,
+    CdiError,
+    Devices,
+    Generator,
+    Specification,
+    parse,
+)
 from agent.inventory.snapshot import Snapshot
 from agent.kit import files
-from agent.kit.cell import Cell
-from agent.kit.tasks import Backoff
+from agent.kit.tasks import Backoff, Cell
 from agent.model.holding import Record
 
 log = structlog.get_logger()

@@ -11,8 +11,7 @@ import structlog
 
 from agent.inventory.reducer import Accused, KernelXidSeen, Message, reduce
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import Mailbox
+from agent.kit.tasks import Cell, Mailbox
 from agent.model.health import FaultKind, HealthState, Rules
 
 # Events of the GPUs since the agent started: counters for metrics, transitions for listeners.

@@ -1,24 +1,186 @@
 """All that keeps watch over the GPUs, built and started as one: memory, scanner, event loop."""
 
+import time
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import anyio
 import structlog
 from anyio.abc import TaskGroup
 
 from agent.inventory.actor import Inventory
-from agent.inventory.reducer import Accused
-from agent.inventory.scanner import Scanner
+from agent.inventory.prober import Prober
+from agent.inventory.reducer import Accused, Connected, Unavailable
+from agent.inventory.snapshot import LinkReading, boot_seconds
 from agent.inventory.verdicts import HealthPersistence, VerdictFile
-from agent.kit.tasks import Supervisor
-from agent.kit.timestamps import boot_seconds
+from agent.kit.tasks import FatalError, Supervisor
+from agent.model.gpu import Driver, Gpu
 from agent.model.health import Fault, FaultKind
-from agent.nvml.event_watch import EventWatch
-from agent.nvml.port import EventKind, NvmlEvent, NvmlPort
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml.event_watch import EventWatch, WorkerThread
+from agent.nvml.port import EventKind, NvmlDriverMismatch, NvmlError, NvmlEvent, NvmlHung, NvmlPort
 from agent.settings import Settings
 
+# Keeps the inventory true: opens NVML, looks at all GPUs every few seconds, closes it for maintenance.
+
 log = structlog.get_logger()
+
+GATHER_SECONDS = 0.2
+CLOSE_RETRY_SECONDS = 1.0  # of a call that hangs: the thread may come back
+OPEN_RETRY_SECONDS = 2.0
+OPEN_DEADLINE_SECONDS = 30.0  # a cold driver without persistence mode initialises each GPU in turn
+
+
+class Scanner:
+    """The task that learns of GPUs by asking. `beside` runs for as long as NVML is open (the event loop)."""
+
+    def __init__(
+        self,
+        nvml: NvmlPort,
+        thread: WorkerThread,
+        inventory: Inventory,
+        beside: Callable[[], Coroutine[Any, Any, None]],
+        seconds: float,
+    ) -> None:
+        self._nvml = nvml
+        self._thread = thread
+        self._inventory = inventory
+        self._beside = beside
+        self._seconds = seconds
+        self._open = False
+        self._unclosed = ""  # why NVML could not be closed last
+        self._released_until: float | None = None
+        self._maintenance = ""  # why it is released
+        self._asked = anyio.Event()  # somebody asked for a look, for a release or for its end
+        self._changed = anyio.Event()  # somebody changed what a GPU consists of
+
+    def release(self, until: float, why: str = "") -> None:
+        """Close NVML and have all IDs Unhealthy until that time, in seconds since boot; `why`: a sentence."""
+        self._released_until = until
+        self._maintenance = why or _maintenance(until)
+        self._asked.set()
+
+    def end_release(self) -> None:
+        self._released_until = None
+        self._asked.set()
+
+    def look_now(self) -> None:
+        """Look at once instead of after the usual pause."""
+        self._asked.set()
+
+    def read_again(self) -> None:
+        """The same, and read what each GPU consists of."""
+        self._changed.set()
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Scan for ever; raises FatalError when only a new process can help."""
+        try:
+            while True:
+                if self._released_until is not None:
+                    await self._stay_released()
+                try:
+                    driver = await self._thread.run(self._nvml.open, deadline=OPEN_DEADLINE_SECONDS)
+                    self._open = True
+                    await self._session(driver)
+                except NvmlDriverMismatch as error:
+                    await self._unavailable(str(error))
+                    raise FatalError(str(error)) from error
+                except NvmlError as error:
+                    await self._unavailable(str(error))
+                    await self._close()
+                    await self._pause(OPEN_RETRY_SECONDS)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._close()
+
+    async def _session(self, driver: Driver) -> None:
+        """Look around until a release is asked for; then, or on failure, stop what runs beside and return."""
+        failure: NvmlError | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._beside)
+            try:
+                await self._look_around(Prober(self._nvml, self._thread, driver))
+            except NvmlError as error:
+                failure = error
+            if self._released_until is not None:
+                # First the lists, then the closing: nobody is given a GPU that is about to be reset.
+                await self._unavailable(self._maintenance, self._released_until)
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        await self._close()
+
+    async def _look_around(self, prober: Prober) -> None:
+        connected: tuple[str, ...] | None = None
+        while self._released_until is None:
+            known = [state.uuid for state in self._inventory.snapshot.value.gpus]
+            changed, self._changed = self._changed.is_set(), anyio.Event()
+            try:
+                scanned = await prober.look(known, full=changed)
+            except NvmlHung as error:
+                # Closing NVML under a call that hangs would hang as well: wait for it instead.
+                await self._unavailable(str(error))
+                await self._pause(self._seconds)
+                continue
+            await self._inventory.mailbox.post(scanned)
+            uuids = tuple(gpu.uuid for gpu in scanned.gpus)
+            if uuids != connected:
+                await self._read_links(scanned.gpus)
+                connected = uuids
+            # A storm of events is looked into together.
+            with anyio.move_on_after(min(GATHER_SECONDS, self._seconds)):
+                await self._changed.wait()
+            await self._pause(self._seconds - GATHER_SECONDS)
+
+    async def _read_links(self, gpus: tuple[Gpu, ...]) -> None:
+        reading = LinkReading(self._nvml, gpus)
+        try:
+            topology = await self._thread.run(reading.run, progress=reading.got_on)
+        except NvmlHung as error:
+            log.warning("links_unreadable", problem=str(error), consequence="GPUs are chosen by index")
+            return
+        await self._inventory.mailbox.post(Connected(topology))
+
+    async def _stay_released(self) -> None:
+        while self._released_until is not None and boot_seconds() < self._released_until:
+            await self._close()  # again, where it could not be closed so far
+            await self._unavailable(self._maintenance, self._released_until, let_go=self._unclosed)
+            longest = CLOSE_RETRY_SECONDS if self._unclosed else 60.0
+            await self._pause(min(longest, self._released_until - boot_seconds()))
+        self._released_until = None
+        log.info("release_over")
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but wake when somebody asks for something."""
+        with anyio.move_on_after(max(0.0, seconds)):
+            await self._asked.wait()
+        self._asked = anyio.Event()
+
+    async def _unavailable(
+        self, problem: str, released_until: float | None = None, let_go: str | None = None
+    ) -> None:
+        message = Unavailable(problem, released_until, boot_seconds(), let_go)
+        await self._inventory.mailbox.post(message)
+
+    async def _close(self) -> None:
+        """Close NVML, if it is open; `_unclosed` says why it could not be."""
+        if not self._open:
+            return
+        try:
+            await self._thread.run(self._nvml.close)
+        except NvmlError as error:
+            if self._unclosed != str(error):
+                log.warning("nvml_not_closed", problem=str(error))
+            self._unclosed = str(error)
+        else:
+            self._open, self._unclosed = False, ""
+
+
+def _maintenance(until: float) -> str:
+    clock = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() + until - boot_seconds()))
+    return f"NVML is released for maintenance until {clock} (gpu-node-agent release --end ends it)"
 
 
 class GpuMonitor:

@@ -4,14 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from agent.inventory.reducer import Probed, Scanned
-from agent.inventory.snapshot import Unreadable
-from agent.kit.timestamps import boot_seconds
+from agent.inventory.snapshot import Unreadable, boot_seconds
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import Fault, FaultKind
-from agent.nvml.nvml_errors import NvmlCode, NvmlDriverMismatch, NvmlError, NvmlGpuLost
-from agent.nvml.port import NvmlPort, Probe
+from agent.nvml.event_watch import WorkerThread
+from agent.nvml.port import NvmlCode, NvmlDriverMismatch, NvmlError, NvmlGpuLost, NvmlPort, Probe
 from agent.nvml.sweep import HANGS, Sweep
-from agent.nvml.worker_thread import WorkerThread
 
 # Identities are read again every so many rounds, or at once when the count changed or a probe failed: it
 # costs nothing to learn some seconds late that GPUs have swapped indices, or that MIG was switched.

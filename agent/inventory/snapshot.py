@@ -10,8 +10,13 @@ from pathlib import Path
 from agent.model.gpu import Driver, Gpu, Topology, Wires, count_wires, nvlinks_between, pair_score
 from agent.model.health import HEALTHY, Fault, FaultKind, Health
 from agent.model.xids import XidClass
-from agent.nvml.nvml_errors import NvmlError
-from agent.nvml.port import NvmlPort
+from agent.nvml.port import NvmlError, NvmlPort
+
+
+def boot_seconds() -> float:
+    """Seconds since the machine was booted, time asleep included: the clock of verdicts."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
 
 # Reads how the GPUs are connected whenever their set changes; never inside an RPC.
 

@@ -1,6 +1,6 @@
 """Why a pod does not fit on a node, from the node's annotations: one sentence, or none.
 
-The rules are the extender's (agent/extender/pod_demand.py, agent/model/demand.py); a test compares both.
+The rules are the extender's (agent/extender/pod_demand.py, agent/model/pod.py); a test compares both.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from pathlib import Path
 import anyio
 import structlog
 
-from agent.kit.inotify import FolderGone, watching
+from agent.kit.files import FolderGone, watching
 from agent.kit.tasks import Backoff
 from agent.kubelet.grpc_server import DrainableServer
-from agent.kubelet.kubelet_socket import KubeletSocket
+from agent.kubelet.podresources import KubeletSocket
 from agent.kubelet.service import DevicePluginService
 from agent.kubelet.wire import ResourcePlugin
 

@@ -1,8 +1,8 @@
-"""PodResources v1: the kubelet's own record of which container holds which device IDs."""
+"""PodResources v1: the kubelet's own record of who holds which device IDs, and which kubelet it is of."""
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
@@ -15,9 +15,41 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 from agent._proto import v1
 from agent.kit.tasks import Backoff
 from agent.kubelet import wire
-from agent.kubelet.corked import CorkedProtocol
-from agent.model.claim_device import DRIVER, share_of
+from agent.kubelet.grpc_server import CorkedProtocol
 from agent.model.holding import Holding, Record, Source
+from agent.model.resource_claim import DRIVER, share_of
+
+# `kubelet.sock`: whether a kubelet serves there, and whether it is still the same one.
+
+CONNECT_SECONDS = 1.0
+
+# Inode and time of change: a kubelet makes its socket again at each start, often with the same inode.
+Identity = tuple[int, int]
+
+
+class KubeletSocket:
+    """The socket that every kubelet makes again when it starts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    async def identity(self) -> Identity | None:
+        """Which socket file lies there; None: none. The kubelet leaves it behind when it ends."""
+        with suppress(OSError):
+            found = await anyio.Path(self.path).stat()
+            return found.st_ino, found.st_ctime_ns
+        return None
+
+    async def serves(self) -> Identity | None:
+        """The identity of the socket file if somebody accepts connections there, else None."""
+        before = await self.identity()
+        with anyio.move_on_after(CONNECT_SECONDS), suppress(OSError):
+            async with await anyio.connect_unix(self.path):
+                return before
+        return None
+
+
+# PodResources v1: the kubelet's own record of which container holds which device IDs.
 
 T = TypeVar("T")
 

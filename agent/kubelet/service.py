@@ -15,8 +15,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from agent._proto import pluginregistration, v1beta1
-from agent.kit.cell import Cell
-from agent.kit.tasks import describe
+from agent.kit.tasks import Cell, describe
 from agent.kubelet import wire
 from agent.kubelet.grpc_server import Handlers, received, send
 from agent.kubelet.wire import Reason, Refused, ResourcePlugin

@@ -11,15 +11,13 @@ import anyio
 
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import follow
+from agent.kit.tasks import Cell, follow
+from agent.kubelet import wire
 from agent.kubelet.wire import Allocation, PreferenceRequest, Reason, Refused, joined
-from agent.lists import encode
 from agent.model.gpu import Gpu
 from agent.model.holding import PairMember, Record, UnitPool
-from agent.model.modes import Assignment, Mode
+from agent.model.modes import Assignment, Mode, ResourcePair
 from agent.model.placement import PlacementPolicy, choose, lowest
-from agent.model.units import ResourcePair
 from agent.modes.wing import Node
 from agent.pairing.pair_rules import Grant, PairRules
 from agent.pairing.pairing import Pairing, PairingStats
@@ -299,7 +297,7 @@ class SharedPairPlugin:
             ids = pool.ids(self._member)
             listed = ids if keep is None else [each for each in ids if each in keep]
             count = len(listed)
-            known = _Chunk(key, encode.devices(listed, healthy), count, count if healthy else 0)
+            known = _Chunk(key, wire.devices(listed, healthy), count, count if healthy else 0)
             if keep is None:
                 self._whole[pool.gpu, healthy] = known
             else:

@@ -8,11 +8,10 @@ import structlog
 
 from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import follow
+from agent.kit.tasks import Cell, follow
+from agent.kubelet import wire
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
 from agent.kubelet.wire import Allocation, PreferenceRequest, Reason, Refused
-from agent.lists import encode
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode
 
@@ -186,4 +185,4 @@ class SingleResource(ABC):
         return held
 
     def _encoded(self, assignment: Assignment) -> bytes:
-        return b"".join(encode.device(*device) for device in self._devices(assignment))
+        return b"".join(wire.device(*device) for device in self._devices(assignment))

@@ -23,8 +23,7 @@ from agent.mig.plugin import MigPlugin
 from agent.model.holding import Record
 from agent.model.modes import Mode, Offering
 from agent.modes.wing import Node
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlHung, NvmlLeftOver
-from agent.nvml.port import GpuInstance, MigProfile, Partition
+from agent.nvml.port import GpuInstance, MigProfile, NvmlCode, NvmlError, NvmlHung, NvmlLeftOver, Partition
 
 log = structlog.get_logger()
 

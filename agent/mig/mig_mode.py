@@ -11,7 +11,7 @@ from agent.model.gpu import Gpu
 from agent.model.modes import Mode
 from agent.model.node_inventory import Target, resolve
 from agent.modes.wing import Node, NotYet, SetUpFailed
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlHung, NvmlNotSupported
+from agent.nvml.port import NvmlCode, NvmlError, NvmlHung, NvmlNotSupported
 
 log = structlog.get_logger()
 

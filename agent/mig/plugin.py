@@ -8,8 +8,7 @@ from types import MappingProxyType
 from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import follow
+from agent.kit.tasks import Cell, follow
 from agent.kubelet.service import GRANT_SECONDS
 from agent.kubelet.wire import Allocation, Refused
 from agent.lists.single import SingleResource

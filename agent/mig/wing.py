@@ -17,7 +17,7 @@ from agent.model.gpu import Gpu
 from agent.model.look import Look
 from agent.model.modes import Mode
 from agent.modes.wing import Document, Machine, Node, Task, Wing
-from agent.nvml.nvml_errors import NvmlError
+from agent.nvml.port import NvmlError
 from agent.settings import Settings
 from agent.telemetry import definitions as d
 from agent.telemetry.series import Series

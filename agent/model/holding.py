@@ -9,12 +9,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
-from agent.model.claim_device import ClaimedShare
-from agent.model.demand import CORES, Demand
-from agent.model.modes import MODE_OF_UNIT, SEPARATOR, BadDeviceId, Mode, parse
+from agent.model.modes import MODE_OF_UNIT, REPLICA, SEPARATOR, BadDeviceId, Mode, ResourcePair, parse
 from agent.model.placement import FreeGpu
-from agent.model.pod import Pod
-from agent.model.units import REPLICA, ResourcePair
+from agent.model.pod import CORES, Demand, Pod
+from agent.model.resource_claim import ClaimedShare
 
 # Resources that vGPU containers have beyond what their pods asked for.
 

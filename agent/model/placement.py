@@ -11,9 +11,8 @@ from typing import Final
 
 import msgspec
 
-from agent.model.demand import CORES, Demand
 from agent.model.gpu import Topology
-from agent.model.pod import Container, Pod, Stage
+from agent.model.pod import CORES, Container, Demand, Pod, Stage
 
 # Free capacity of one GPU, for the agent of its node and for the scheduler extender alike: pure.
 

@@ -11,12 +11,10 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from agent.cluster.own_node import OwnNode
+from agent.cluster.node import OwnNode
 from agent.kit import files
-from agent.kit.cell import Cell
-from agent.kit.files import read_text
-from agent.kit.inotify import FolderGone, watching
-from agent.kit.tasks import repeat
+from agent.kit.files import FolderGone, read_text, watching
+from agent.kit.tasks import Cell, repeat
 from agent.model.modes import ALIASES, FOREIGN_VALUES, OFFERED_MODES, UNCLAIMED, Assignment, GpuMode, Mode
 from agent.model.node_inventory import Entry, everywhere
 from agent.settings import Settings

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 import anyio
 import structlog
@@ -15,7 +14,7 @@ from agent.model.modes import SEPARATOR, Assignment, GpuMode, Mode, parse
 from agent.model.node_inventory import LayoutError, Target, resolve
 from agent.modes.desired import Desired
 from agent.modes.transition import ModeStage, ModeState
-from agent.modes.wing import Wing
+from agent.modes.wing import NO_WINGS, Wings
 
 # How far the node is on its way to what is wanted: for people, the Node object, metrics and status.
 
@@ -243,9 +242,6 @@ MIG_REASON = (
     "the GPU is in MIG mode, and only mode mig offers its instances; ask for mig, or turn MIG off with "
     "nvidia-smi -mig 0"
 )
-
-Wings = Mapping[Mode, Wing]
-NO_WINGS: Wings = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,22 +21,18 @@ from anyio.abc import TaskGroup
 
 from agent.holdings.holdings import HoldingsWatch
 from agent.inventory.snapshot import NOT_YET, Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import Backoff, follow
+from agent.kit.tasks import Backoff, Cell, follow
 from agent.model.gpu import Gpu
 from agent.model.holding import GpuHolder
 from agent.model.modes import OFF, SEPARATOR, WHOLE_GPUS, Assignment, GpuMode, Mode
-from agent.modes import transition, withholding
-from agent.modes.cordons import NO_CORDONS, Cordons, cordoned
+from agent.modes import transition
 from agent.modes.desired import ClaimRequests, Desired
 from agent.modes.planner import (
-    NO_WINGS,
     STARTING,
     Phase,
     Plan,
     Retry,
     SwitchState,
-    Wings,
     decide,
     handed_out_here,
     in_use,
@@ -51,8 +47,16 @@ from agent.modes.planner import (
 from agent.modes.resources import ResourceSet
 from agent.modes.transition import LEAVING, WORKING, ModeStage, ModeState
 from agent.modes.unexplained import Unexplained
-from agent.modes.wing import Announcer
-from agent.modes.withholding import GpuWork, Lingering, Outcome
+from agent.modes.wing import NO_WINGS, Announcer, GpuWork, Outcome, Wings
+from agent.modes.withholding import (
+    NO_CORDONS,
+    Cordons,
+    Lingering,
+    Withheld,
+    cordoned,
+    held_by_strangers,
+    without,
+)
 from agent.telemetry import definitions as d
 from agent.telemetry.series import Series
 
@@ -116,8 +120,8 @@ class ModeSwitcher:
         self._looks += [unexplained.withheld] if unexplained else []
         self._lacks = lacks or Cell("")
         self._claims = claims or ClaimRequests()  # without a door: nobody has any
-        self._others: withholding.Withheld = {}  # who is on GPUs beside those that hold them
-        self._strangers: withholding.Withheld = {}  # those of them that hold units of another plugin
+        self._others: Withheld = {}  # who is on GPUs beside those that hold them
+        self._strangers: Withheld = {}  # those of them that hold units of another plugin
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
         self._draining = draining
         self._group: TaskGroup | None = None
@@ -182,7 +186,7 @@ class ModeSwitcher:
                 plan, busy = self._refused_if_busy(plan, holders)
         if plan.obeys and desired != self.accepted.value:
             self.accepted.publish(desired)
-        targets = withholding.without(plan.targets, self._withheld())
+        targets = without(plan.targets, self._withheld())
         targets = self._claims.chosen(cordoned(targets, self._gpus, self._cordons.value))
         plan = Plan(targets, plan.problem, plan.obeys)
         waiting, missing = busy, ""
@@ -200,11 +204,11 @@ class ModeSwitcher:
         snapshot, standing = self._inventory.value, self.accepted.value
         return decide(snapshot, desired, standing, self._wings, self._lacks.value)
 
-    def _withheld(self) -> withholding.Withheld:
+    def _withheld(self) -> Withheld:
         """GPUs that are to be off because of others on them, as last known; logged as they come and go."""
         before, pods = self._others, self._holdings.cell.value
         if pods is not None:  # while the kubelet does not answer nobody knows of others
-            self._strangers = withholding.held_by_strangers(pods, self._gpus)
+            self._strangers = held_by_strangers(pods, self._gpus)
         stay = self._lingering.found if self._lingering else {}
         others = self._unexplained.withheld.value if self._unexplained else {}
         self._others = {**others, **self._strangers, **stay}
@@ -294,7 +298,7 @@ class ModeSwitcher:
 
     def _close_used(self, targets: Mapping[str, GpuMode]) -> None:
         """Close what others use now: bound pods are waited for beside, or the kubelet's answer."""
-        for uuid, target in withholding.without(targets, self._withheld()).items():
+        for uuid, target in without(targets, self._withheld()).items():
             state = self._states.get(uuid)
             if state and uuid in self._others and state.stage is ModeStage.OFFERED:
                 self._change({uuid: transition.wanted(state, target)})

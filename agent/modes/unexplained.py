@@ -11,7 +11,7 @@ import anyio.to_thread
 import structlog
 
 from agent.holdings.holdings import HoldingsWatch
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.modes import Mode
 from agent.modes.planner import GpuSwitch, SwitchState
 from agent.modes.withholding import Lingering, Withheld

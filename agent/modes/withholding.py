@@ -1,25 +1,125 @@
-"""Work on a GPU that a change of modes asks for, and processes that keep a GPU from being offered."""
+"""GPUs that are offered in no mode: cordoned by a person, or used by somebody whom nothing explains."""
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
 
 import anyio
 import anyio.to_thread
+import msgspec
 import structlog
-from anyio.abc import TaskGroup
 
+from agent.cluster.api import now
+from agent.cluster.node import OwnNode
 from agent.holdings.holdings import strangers_by_gpu
-from agent.kit.cell import Cell
+from agent.inventory.snapshot import Snapshot
+from agent.kit import files
+from agent.kit.files import read_text
+from agent.kit.tasks import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.gpu import Gpu
 from agent.model.holding import Record
 from agent.model.modes import GpuMode, Mode, Offering
-from agent.modes import transition
-from agent.modes.planner import Wings
-from agent.modes.transition import WORKING, ModeStage, ModeState
-from agent.modes.wing import SetUpFailed, Wing
+
+# GPUs that are offered in no mode: a person has cordoned them, or somebody is on them whom nothing explains.
+#
+# Those that are cordoned drain, and stay off until they are let back.
+#
+# A node annotation names them, by hand or by `gpu-node-agent cordon`: `gpu-node-agent.io/cordon: "3,
+# GPU-1b2c...=fan is noisy"`, or JSON with a reason and a time for each.
+
+ANNOTATION: Final = "gpu-node-agent.io/cordon"
+LONGEST_REASON: Final = 200
+CORDONED: Final = "cordoned"
+UUID_PREFIX: Final = "GPU-"
+
+
+class CordonsUnreadable(Exception):
+    """The annotation cannot be read; the text says what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cordon:
+    """Why a GPU is not offered, and since when (RFC 3339; empty: not known)."""
+
+    reason: str = ""
+    since: str = ""
+
+    @property
+    def words(self) -> str:
+        since = f" since {self.since}" if self.since else ""
+        return f"{CORDONED}{since}" + (f": {self.reason}" if self.reason else "")
+
+
+Cordons = Mapping[str, Cordon]  # by UUID
+NO_CORDONS: Final[Cordons] = MappingProxyType({})
+
+
+def cordoned(
+    targets: Mapping[str, GpuMode], gpus: Mapping[str, Gpu], cordons: Cordons
+) -> Mapping[str, GpuMode]:
+    """The targets, with cordoned GPUs off."""
+    return {
+        uuid: closed(target, cordons[uuid].words) if uuid in cordons and uuid in gpus else target
+        for uuid, target in targets.items()
+    }
+
+
+def decoded(text: str, gpus: Mapping[str, Gpu] | None) -> Cordons:
+    """The cordons that an annotation asks for, of GPUs of this node. Raises CordonsUnreadable.
+
+    `gpus` None: whatever it names, by UUID. As JSON, in which the agent writes, it may name GPUs by UUID that
+    have left the node: their cordons hold up no other, and count again should they come back.
+    """
+    named: dict[str, Cordon] = {}
+    gone: dict[str, Cordon] = {}
+    if text.lstrip().startswith("{"):
+        try:
+            document = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
+        except msgspec.DecodeError as error:
+            raise CordonsUnreadable(
+                f"annotation {ANNOTATION} is no JSON object of objects: {error}"
+            ) from error
+        for gpu, entry in document.items():
+            cordon = Cordon(_line(entry.get("reason")), _line(entry.get("since")))
+            away = gpus is not None and gpu not in gpus and gpu.startswith(UUID_PREFIX)
+            (gone if away else named)[gpu] = cordon
+    else:
+        for part in filter(None, (each.strip() for each in text.split(","))):
+            gpu, _, reason = part.partition("=")
+            named[gpu.strip()] = Cordon(_line(reason))
+    if gpus is None:
+        return named
+    by_name = {str(gpu.index): uuid for uuid, gpu in gpus.items()} | {uuid: uuid for uuid in gpus}
+    unknown = sorted(set(named) - set(by_name))
+    if unknown:
+        known = ", ".join(f"{gpu.index} = {uuid}" for uuid, gpu in gpus.items()) or "none"
+        raise CordonsUnreadable(
+            f"annotation {ANNOTATION} names {', '.join(unknown)[:LONGEST_REASON]}; this node's GPUs: {known}"
+        )
+    return {by_name[name]: cordon for name, cordon in named.items()} | gone
+
+
+def dated(cordons: Cordons, known: Cordons, at: str) -> Cordons:
+    """Each with a time: that of `known`, else `at`."""
+    return {
+        uuid: one if one.since else replace(one, since=known[uuid].since if uuid in known else at)
+        for uuid, one in cordons.items()
+    }
+
+
+def encoded(cordons: Cordons) -> str:
+    document = {uuid: {"reason": one.reason, "since": one.since} for uuid, one in sorted(cordons.items())}
+    return msgspec.json.encode(document).decode()
+
+
+def _line(text: object) -> str:
+    """One line of text, whatever was written there."""
+    return " ".join(text.split())[:LONGEST_REASON] if isinstance(text, str) else ""
+
 
 # GPUs that are offered in no mode because somebody is on them whom the record does not explain: pure.
 
@@ -50,6 +150,104 @@ def closed(target: GpuMode, reason: str) -> GpuMode:
         return replace(target, offering=Offering.CLOSED, reason=reason)
     return GpuMode(reason=reason, refused=True)
 
+
+# Which GPUs are cordoned: read from the node's annotation, kept in a file for when that is away.
+
+log = structlog.get_logger()
+
+
+class CordonBook:
+    """Publishes the cordons in force. With a Node object its annotation has the say, else the file."""
+
+    def __init__(self, file: Path, inventory: Cell[Snapshot], node: OwnNode | None) -> None:
+        self._file = file
+        self._inventory = inventory
+        self._node = node
+        self.cell: Cell[Cordons] = Cell(NO_CORDONS)
+        self.problem: str | None = None  # why the annotation is not obeyed
+
+    def remarks(self) -> list[str]:
+        """Cordons that cannot be read."""
+        return [f"{self.problem}; the GPUs cordoned before stay so"] if self.problem else []
+
+    async def restore(self) -> None:
+        """Take up what was in force before this process."""
+        try:
+            text = await anyio.to_thread.run_sync(read_text, self._file)
+            # Each GPU by UUID: whether it is on this node shows later.
+            self.cell.publish(decoded(text, None))
+        except (OSError, UnicodeDecodeError):
+            return
+        except CordonsUnreadable as error:
+            log.warning("cordons_unreadable", file=str(self._file), problem=str(error))
+
+    async def run(self) -> None:
+        """Follow annotation and GPUs, keep the file; for ever."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._keep)
+            if self._node:
+                group.start_soon(self._on, self._node.changes, self._node)
+                group.start_soon(self._on, self._inventory, self._node)
+
+    async def add(self, uuid: str, reason: str) -> None:
+        """Cordon a GPU. Raises ApiError, CordonsUnreadable."""
+        known = self.cell.value
+        await self._write({**known, uuid: Cordon(reason, known[uuid].since if uuid in known else now())})
+
+    async def remove(self, uuid: str) -> None:
+        """Let a GPU back. Raises as `add` does."""
+        await self._write({one: cordon for one, cordon in self.cell.value.items() if one != uuid})
+
+    async def _write(self, cordons: Cordons) -> None:
+        if self._node:
+            if self.problem:
+                raise CordonsUnreadable(f"{self.problem}; mend or remove it first")
+            await self._node.write_metadata({}, {ANNOTATION: encoded(cordons) if cordons else None})
+        self._put(cordons)
+
+    async def _on(self, cell: Cell[Any], node: OwnNode) -> None:
+        async for _ in cell.values():
+            gpus = {state.uuid: state.gpu for state in self._inventory.value.gpus}
+            if node.labels() is None or not gpus:
+                continue  # neither is known yet: what was in force before stays
+            self._read(node.annotations().get(ANNOTATION, ""), gpus)
+
+    def _read(self, text: str, gpus: Mapping[str, Gpu]) -> None:
+        try:
+            found = dated(decoded(text, gpus), self.cell.value, now())
+        except CordonsUnreadable as error:
+            if self.problem != str(error):
+                log.warning("cordons_unreadable", problem=str(error))
+            self.problem = str(error)
+            return
+        self.problem = None
+        self._put(found)
+
+    def _put(self, cordons: Cordons) -> None:
+        before = self.cell.value
+        if cordons == before:
+            return
+        for uuid in cordons.keys() - before.keys():
+            log.info("gpu_cordoned", gpu=uuid, reason=cordons[uuid].reason or None)
+        for uuid in before.keys() - cordons.keys():
+            log.info("gpu_uncordoned", gpu=uuid)
+        self.cell.publish(MappingProxyType(dict(cordons)))
+
+    async def _keep(self) -> None:
+        written = self.cell.value
+        async for cordons in self.cell.values():
+            if cordons == written:
+                continue
+            content = encoded(cordons).encode()
+            try:
+                await anyio.to_thread.run_sync(files.write, self._file.parent, self._file.name, content)
+            except OSError as error:
+                log.warning("cordons_not_kept", file=str(self._file), problem=str(error))
+            else:
+                written = cordons
+
+
+# Processes that outlive their pod's end on a GPU.
 
 # Processes that outlive their pod's end on a GPU: it is withheld until they have gone.
 #
@@ -216,95 +414,3 @@ class Lingering:
     def _forget(self, gpu: str) -> None:
         del self._left[gpu]
         self._failures.pop(gpu, None)
-
-
-# Does what the state of each GPU asks for: tears down, sets up, each GPU in a task of its own.
-
-log = structlog.get_logger()
-
-# What came of a GPU's work, as a change of its state.
-Outcome = Callable[[ModeState], ModeState]
-
-
-@dataclass
-class _Job:
-    stage: ModeStage
-    running: Mode
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-
-    def fits(self, state: ModeState) -> bool:
-        """Whether the state still asks for it."""
-        return (self.stage, self.running) == (state.stage, state.running)
-
-
-class GpuWork:
-    """All work of the node; GPUs do not wait for each other, and a set-up that nobody wants any more ends."""
-
-    def __init__(
-        self,
-        wings: Wings,
-        state_of: Callable[[str], ModeState],
-        came: Callable[[str, Outcome], None],
-    ) -> None:
-        self._wings = wings
-        self._state_of = state_of
-        self._came = came
-        self._jobs: dict[str, _Job | None] = {}  # GPUs with a task
-
-    def forget(self) -> None:
-        """The task group of all tasks has ended."""
-        self._jobs.clear()
-
-    def without_work(self, state: ModeState) -> ModeState:
-        """The state once all work is done that is none, for modes that need nothing but their lists."""
-        while state.stage in WORKING and not self._preparing(state.running):
-            done = transition.torn_down if state.stage is ModeStage.TEARING_DOWN else transition.set_up
-            state = done(state)
-        return state
-
-    def begin(self, gpu: Gpu, group: TaskGroup) -> None:
-        """Have a GPU's work done as its state asks for by now; ends what it asks for no more."""
-        state = self._state_of(gpu.uuid)
-        if gpu.uuid in self._jobs:
-            job = self._jobs[gpu.uuid]
-            # What is being torn down cannot be left half torn down.
-            if job and job.stage is not ModeStage.TEARING_DOWN and not job.fits(state):
-                job.scope.cancel()
-        elif state.stage in WORKING:
-            self._jobs[gpu.uuid] = None
-            group.start_soon(self._work, gpu)
-
-    def _preparing(self, mode: Mode) -> Wing | None:
-        wing = self._wings.get(mode)
-        return wing if wing and wing.prepares else None
-
-    async def _work(self, gpu: Gpu) -> None:
-        uuid = gpu.uuid
-        try:
-            while (state := self._state_of(uuid)).stage in WORKING:
-                job = self._jobs[uuid] = _Job(state.stage, state.running)
-                outcome: Outcome | None = None
-                with job.scope:
-                    outcome = await self._done(gpu, job)
-                # Its state may have changed meanwhile: then it is looked at again.
-                if outcome and job.fits(self._state_of(uuid)):
-                    self._came(uuid, outcome)
-        finally:
-            self._jobs.pop(uuid, None)
-
-    async def _done(self, gpu: Gpu, job: _Job) -> Outcome:
-        wing = self._preparing(job.running)
-        if job.stage is ModeStage.TEARING_DOWN:
-            if wing:
-                await wing.give_back(gpu)
-            return transition.torn_down
-        try:
-            if wing:
-                await wing.prepare(gpu)
-        except SetUpFailed as error:
-            problem = str(error)
-            mode = job.running.value
-            known = self._state_of(gpu.uuid).failure == problem  # it has been tried again
-            (log.info if known else log.error)("mode_set_up_failed", gpu=gpu.uuid, mode=mode, problem=problem)
-            return lambda state: transition.failed(state, problem)
-        return transition.set_up

@@ -22,12 +22,12 @@ import structlog
 from anyio.abc import TaskGroup
 
 from agent.holdings.record import ProcessUnreadable, container_of_process
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.holding import Record
 from agent.mps import processes
 from agent.mps.daemon_manager import DaemonManager
-from agent.mps.daemon_status import DaemonStatus, EventReason, Reporter
+from agent.mps.daemon_parts import DaemonStatus, EventReason, Reporter
 from agent.mps.mps_errors import MpsError
 from agent.mps.pods import Pods, share_holders
 

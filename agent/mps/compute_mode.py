@@ -13,9 +13,8 @@ import structlog
 
 from agent.kit import files
 from agent.mps.mps_errors import MpsError
-from agent.nvml.nvml_errors import NvmlError, NvmlGpuLost, NvmlNotSupported
-from agent.nvml.port import ComputeMode, NvmlPort, SampleRequest
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml.event_watch import WorkerThread
+from agent.nvml.port import ComputeMode, NvmlError, NvmlGpuLost, NvmlNotSupported, NvmlPort, SampleRequest
 
 log = structlog.get_logger()
 

@@ -31,8 +31,7 @@ import structlog
 from agent.model.cgroup import ContainerRef, container_of
 from agent.mps import processes
 from agent.mps.control_commands import SESSIONS
-from agent.mps.daemon_parts import DaemonParts
-from agent.mps.daemon_status import EventReason
+from agent.mps.daemon_parts import DaemonParts, EventReason
 from agent.mps.mps_errors import MpsError
 from agent.mps.processes import Process
 

@@ -13,11 +13,13 @@ known to that root's loader alone, with all that libcuda loads.
 """
 
 import os
+import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +29,70 @@ import anyio.to_thread
 from agent.kit.tasks import Backoff
 from agent.model.cuda import LOG_DIRECTORY, PIPE_DIRECTORY
 from agent.mps import launcher
-from agent.mps import parse as answers
 from agent.mps.binary import Program
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import DaemonRefused, NotSupported, ProgramMissing, Unanswered
-from agent.mps.parse import ServerState
+
+# Reading what the control daemon says: leniently, since the wording changes between drivers. Pure.
+
+_PID = re.compile(r"[0-9]{1,10}")
+_NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?![\w.])")
+_PERCENTAGE = re.compile(r"\d{1,3}\.\d+")
+_REFUSALS = ("not found", "invalid", "denied", "not permitted", "failed", "cannot", "error")
+
+
+class ServerState(Enum):
+    """The state of an MPS server by its own word (driver 550 and newer)."""
+
+    INITIALIZING = "INITIALIZING"
+    ACTIVE = "ACTIVE"
+    FAULT = "FAULT"
+    UNKNOWN = "UNKNOWN"
+
+
+def check(command: str, answer: str) -> str:
+    """The answer, if it is one. Raises NotSupported, DaemonRefused with the daemon's words."""
+    lowered = answer.lower()
+    if "unknown command" in lowered:
+        raise NotSupported(f"this MPS control daemon has no command {command.partition(' ')[0]!r}")
+    if any(mark in lowered for mark in _REFUSALS):
+        raise DaemonRefused(f"MPS control daemon on {command!r}: {' '.join(answer.split())}")
+    return answer
+
+
+def parts(text: str) -> tuple[list[str], float | None]:
+    """A session's answers, each of which a percentage of its own line (`100.0`) ends; the last of these."""
+    found: list[str] = []
+    lines: list[str] = []
+    last: float | None = None
+    for line in text.splitlines():
+        if _PERCENTAGE.fullmatch(line.strip()):
+            last = float(line)
+            found.append("\n".join(lines))
+            lines = []
+        else:
+            lines.append(line)
+    return ([] if lines else found), last
+
+
+def pids(answer: str) -> tuple[int, ...]:
+    """Process IDs, one a line; anything else on a line is passed over."""
+    found = (line.split() for line in answer.splitlines())
+    return tuple(int(words[0]) for words in found if words and _PID.fullmatch(words[0]))
+
+
+def percentage(answer: str) -> float | None:
+    """The last number of an answer, from 0 to 100."""
+    found = [float(number) for number in _NUMBER.findall(answer)]
+    return found[-1] if found and 0 <= found[-1] <= 100 else None
+
+
+def server_state(answer: str) -> ServerState:
+    for word in re.findall(r"[A-Za-z]+", answer.upper()):
+        if word in ServerState.__members__:
+            return ServerState[word]
+    return ServerState.UNKNOWN
+
 
 ANSWER_SECONDS = 2.0
 LONGEST_SECONDS = 15.0  # where the daemon hears others meanwhile, one after the other
@@ -110,7 +171,7 @@ class Control:
 
     async def servers(self) -> tuple[int, ...]:
         """PIDs of the servers, none or one."""
-        return answers.pids(await self._ask("get_server_list"))
+        return pids(await self._ask("get_server_list"))
 
     async def survey(self, server: int | None = None, clients: bool = False) -> Survey:
         """Servers, and state and clients of `server`, in one session: one program to run, not three.
@@ -126,26 +187,26 @@ class Control:
 
         def read(out: str) -> list[str] | None:
             nonlocal percentage
-            found, percentage = answers.parts(out)
+            found, percentage = parts(out)
             return found if len(found) == len(commands) else None
 
         # The question after each command marks where its answer ends.
         text = "".join(f"{command}\n{QUESTION}\n" for command in commands)
         said = dict(zip(commands, await self._until_answered(text, read, self._deadline), strict=True))
-        servers = answers.pids(said["get_server_list"])
+        servers = pids(said["get_server_list"])
         if server is None or server not in servers:
             return Survey(servers, percentage=percentage)
         state = None
         if (status := said.get(f"get_server_status {server:d}")) is not None:
             try:
-                state = answers.server_state(answers.check("get_server_status", status))
+                state = server_state(check("get_server_status", status))
             except NotSupported:
                 self._lacking.add("get_server_status")
         listed = said.get(f"get_client_list {server:d}")
-        return Survey(servers, state, None if listed is None else answers.pids(listed), percentage)
+        return Survey(servers, state, None if listed is None else pids(listed), percentage)
 
     async def client_pids(self, server: int) -> tuple[int, ...]:
-        return answers.pids(await self._ask(f"get_client_list {server:d}"))
+        return pids(await self._ask(f"get_client_list {server:d}"))
 
     async def set_default_percentage(self, percent: int) -> None:
         """Set what clients of the next server may use at most, 1..100."""
@@ -180,7 +241,7 @@ class Control:
 
         def read(out: str) -> list[str] | None:
             lines = out.splitlines()
-            return lines if lines and answers.percentage(lines[-1]) is not None else None
+            return lines if lines and percentage(lines[-1]) is not None else None
 
         text = "".join(f"{command}\n" for command in (*commands, QUESTION))
         lines = await self._until_answered(text, read, self._deadline if deadline is None else deadline)
@@ -188,7 +249,7 @@ class Control:
             return lines[-1]
         answer = "\n".join(lines[:-1])
         try:
-            return answers.check(commands[0], answer)
+            return check(commands[0], answer)
         except NotSupported:
             self._lacking.add(commands[0].split()[0])
             raise
@@ -227,7 +288,7 @@ class Control:
 
     @staticmethod
     def _percentage(answer: str) -> float:
-        found = answers.percentage(answer)
+        found = percentage(answer)
         if found is None:
             raise DaemonRefused(f"MPS control daemon: {answer[:80]!r} holds no percentage")
         return found

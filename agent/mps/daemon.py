@@ -10,16 +10,14 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.kit.cell import Cell
-from agent.kit.tasks import Backoff
+from agent.kit.tasks import Backoff, Cell
 from agent.model.cuda import PIPE_DIRECTORY
 from agent.mps import launch, processes, shared_memory
 from agent.mps.binary import CONTROL, Program
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.control_commands import Control
 from agent.mps.daemon_logs import Logs
-from agent.mps.daemon_parts import DaemonParts, Options
-from agent.mps.daemon_status import DaemonState, DaemonStatus, Reporter, StatusPublisher
+from agent.mps.daemon_parts import DaemonParts, DaemonState, DaemonStatus, Options, Reporter, StatusPublisher
 from agent.mps.directories import Directories
 from agent.mps.launch import Starter
 from agent.mps.mps_errors import MpsError

@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.kit.inotify import FolderGone, FolderWatch, watching
+from agent.kit.files import FolderGone, FolderWatch, watching
 
 log = structlog.get_logger()
 

@@ -10,8 +10,7 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.kit.cell import Cell
-from agent.kit.tasks import follow
+from agent.kit.tasks import Cell, follow
 from agent.model.cuda import refusal
 from agent.model.gpu import Driver, Gpu
 from agent.model.modes import Assignment, Mode
@@ -20,8 +19,7 @@ from agent.mps import launch, processes
 from agent.mps.binary import Program, find_any
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_parts import Options
-from agent.mps.daemon_status import RESTARTED, DaemonStatus, EventReason, Reporter
+from agent.mps.daemon_parts import RESTARTED, DaemonStatus, EventReason, Options, Reporter
 from agent.mps.directories import Directories, existing_below
 from agent.mps.mps_errors import MpsError, ProgramMissing, StartFailed
 from agent.mps.pods import Pods, share_holders

@@ -18,8 +18,7 @@ from agent.mps import launcher, processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.connections import use_of
 from agent.mps.control_commands import environment
-from agent.mps.daemon_parts import DaemonParts
-from agent.mps.daemon_status import DaemonState, EventReason
+from agent.mps.daemon_parts import DaemonParts, DaemonState, EventReason
 from agent.mps.directories import SOCKETS, Directories
 from agent.mps.mps_errors import StartFailed
 from agent.mps.processes import Process

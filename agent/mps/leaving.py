@@ -11,13 +11,11 @@ from agent.mps import processes, shared_memory, shares_cdi
 from agent.mps.binary import find_any, finder_of
 from agent.mps.compute_mode import RECORD, ComputeModes, NvmlComputeModes
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_parts import Options
-from agent.mps.daemon_status import EventReason
+from agent.mps.daemon_parts import EventReason, Options
 from agent.mps.directories import Directories, existing_below
 from agent.mps.mps_errors import MpsError
-from agent.nvml.nvml_errors import NvmlError
-from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml.event_watch import WorkerThread
+from agent.nvml.port import NvmlError, NvmlPort
 from agent.settings import Settings
 
 

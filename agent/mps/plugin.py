@@ -13,10 +13,10 @@ from agent.kit.tasks import follow
 from agent.kubelet.wire import Allocation, Reason, Refused
 from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing, pairing_of
 from agent.model.cuda import PIPE_DIRECTORY, client_ceiling, limits
-from agent.model.demand import MPS
 from agent.model.gpu import Gpu
 from agent.model.holding import Holder, PairMember
 from agent.model.modes import BadDeviceId, Mode, parse
+from agent.model.pod import MPS
 from agent.modes.wing import Node
 from agent.mps import shares_cdi
 from agent.mps.daemon_manager import DaemonManager

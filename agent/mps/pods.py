@@ -4,14 +4,11 @@ import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from agent.model.demand import MPS
+from agent.cluster.pods import PodCache
 from agent.model.holding import GpuHolder, Record
 from agent.model.modes import Mode
-
-if TYPE_CHECKING:
-    from agent.cluster.pods import PodCache
+from agent.model.pod import MPS
 
 USER_UNKNOWN = "its user is not known without the Kubernetes API"
 
@@ -40,7 +37,7 @@ class PodFacts:
 Pods = Callable[[], Sequence[PodFacts]]
 
 
-def pod_facts(pods: "PodCache | None") -> Pods:
+def pod_facts(pods: PodCache | None) -> Pods:
     """The pods of the node; without the Kubernetes API none is known."""
 
     def facts() -> Sequence[PodFacts]:
@@ -72,7 +69,7 @@ def share_holders(record: Record | None) -> Mapping[str, Sequence[GpuHolder]]:
 class RootCheck:
     """Why containers may run as root, by the pods' security contexts, in words; None: they cannot."""
 
-    def __init__(self, pods: "PodCache | None") -> None:
+    def __init__(self, pods: PodCache | None) -> None:
         """`pods`: those of the node; None: there is no way to the Kubernetes API."""
         self._pods = pods
 

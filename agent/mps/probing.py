@@ -16,11 +16,9 @@ import structlog
 from agent.kit.tasks import Backoff
 from agent.mps import processes
 from agent.mps.connections import Guard, use_of
-from agent.mps.control_commands import Survey
-from agent.mps.daemon_parts import DaemonParts
-from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
+from agent.mps.control_commands import ServerState, Survey
+from agent.mps.daemon_parts import DaemonParts, DaemonState, DaemonStatus, EventReason
 from agent.mps.mps_errors import DaemonRefused, MpsError, ProgramMissing, StartFailed, Unanswered
-from agent.mps.parse import ServerState
 from agent.mps.processes import Process
 
 log = structlog.get_logger()

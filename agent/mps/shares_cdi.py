@@ -16,14 +16,14 @@ import structlog
 from agent.injection.inject import VISIBLE_DEVICES
 from agent.kit import files
 from agent.kit.tasks import repeat
-from agent.model import claim_device as names
-from agent.model.claim_device import SHARE_KIND as KIND
-from agent.model.claim_device import ClaimedShare
+from agent.kubelet.wire import Mount
+from agent.model import resource_claim as names
 from agent.model.cuda import BELOW_NORMAL, CLIENT_PRIORITY, PIPE_DIRECTORY, limits
-from agent.model.demand import CORES, MPS
 from agent.model.holding import PairMember
 from agent.model.modes import Mode
-from agent.model.mount import Mount
+from agent.model.pod import CORES, MPS
+from agent.model.resource_claim import SHARE_KIND as KIND
+from agent.model.resource_claim import ClaimedShare
 from agent.modes.wing import Node
 from agent.mps.daemon_manager import DaemonManager
 

@@ -9,11 +9,11 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Record
 from agent.mps import launch, processes, shared_memory
 from agent.mps.daemon_manager import DaemonManager
-from agent.mps.daemon_status import DaemonStatus
+from agent.mps.daemon_parts import DaemonStatus
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError
 from agent.mps.pods import share_holders

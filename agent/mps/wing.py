@@ -12,20 +12,19 @@ import anyio.to_thread
 from agent.inventory.snapshot import GpuState
 from agent.kubelet.wire import ResourcePlugin
 from agent.lists.shared_pair import pairs_collector
-from agent.model.claim_device import ClaimedShare
 from agent.model.cuda import LEAST_COMPUTE_CAPABILITY, LEAST_CUDA, dotted
 from agent.model.gpu import Gpu
 from agent.model.holding import Holder
 from agent.model.look import Look
 from agent.model.modes import Mode
+from agent.model.resource_claim import ClaimedShare
 from agent.modes.wing import Document, Machine, Node, NotLeft, NotYet, SetUpFailed, Task, Wing
 from agent.mps import leaving, plugin
 from agent.mps.binary import finder_of
 from agent.mps.clients import ClientWatch, Overview
 from agent.mps.compute_mode import NvmlComputeModes
 from agent.mps.daemon_manager import AdvisoryCaps, DaemonManager, MpsEvents
-from agent.mps.daemon_parts import Options
-from agent.mps.daemon_status import DaemonState
+from agent.mps.daemon_parts import DaemonState, Options
 from agent.mps.mps_errors import MpsError, ProgramMissing
 from agent.mps.pods import RootCheck, pod_facts
 from agent.mps.processes import kernel_problem

@@ -10,16 +10,15 @@ from typing import Any
 import anyio
 import structlog
 
-from agent.cluster.own_node import NodeNotWritten, OwnNode
+from agent.cluster.api import ApiError, now
+from agent.cluster.node import OwnNode
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kit.tasks import follow as follow_cells
-from agent.kit.timestamps import now
 from agent.model.gpu import Gpu
 from agent.model.holding import GpuHolder, Growth, Place, Record, by_gpu
-from agent.model.modes import Assignment, GpuMode, parse
+from agent.model.modes import Assignment, GpuMode, UnitKind, parse
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
-from agent.model.units import UnitKind
 
 # Who holds how much of each GPU, as an annotation of the Node object: for `kubectl gpu`.
 #
@@ -210,7 +209,7 @@ def ahead(
             note = {INVENTORY: encode(found)}
             try:
                 await node.write_metadata({}, note)
-            except NodeNotWritten as error:
+            except ApiError as error:
                 problem = str(error)
             else:
                 return

@@ -1,4 +1,4 @@
-"""Keeps capacity and allocatable in node.status true to the lists, ahead of the kubelet's next tick.
+"""Keeps capacity and allocatable in node.status true to the lists, and the scheduler away while these change.
 
 The kubelet copies device lists into node.status every 10 s by default. Until then pods wait for room
 that is there, or are bound to room that is gone and die at admission. So capacity and allocatable of our
@@ -8,6 +8,7 @@ its device manager differs from the node as it saw it before the tick. While our
 its lists, a tick that read the old list finds nothing to write, and cannot undo a patch that came later.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,13 +16,173 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
-from agent.cluster.own_node import Amounts, NodeNotWritten, OwnNode
-from agent.kit.cell import Cell
-from agent.kit.tasks import Backoff
+from agent.cluster.api import ApiError
+from agent.cluster.node import Amounts, OwnNode
+from agent.kit.tasks import Backoff, Cell
+from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.modes import Assignment
-from agent.node.taint import SchedulingTaint
+
+# Keeps the scheduler from sending pods to this node while its offer changes: by a taint.
+#
+# Figures in node.status cannot do that. The kubelet goes by them, too, so that a pod which was bound a moment
+# before they shrank is refused although its devices are there; and a tick of the kubelet may write them back.
+# A taint NoSchedule stops the scheduler alone: kubelet 1.36 (`lifecycle/predicate.go`, generalFilter) looks
+# at NoExecute only.
+#
+# One task writes it, one write at a time, until the node's taint is as wanted. To want it, and to want it no
+# longer, are assignments: there is no await at which a failure or a cancellation could leave it behind.
 
 log = structlog.get_logger()
+
+TAINT = "gpu-node-agent.io/switching"
+EFFECT = "NoSchedule"
+WRITE_SECONDS = 3.5  # for one write, its answer included
+# How long the scheduler may still bind after it could have seen the taint; on a busy machine twice as long as
+# it took until we saw it ourselves.
+BINDING_SECONDS = 0.1
+LONGEST_BINDING_SECONDS = 1.0
+SEEN_SECONDS = 1.0  # a watch that is mute shall not hold up a switch
+
+
+class Hold:
+    """Somebody who wants the taint to stand."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until  # on the loop's clock: no write that sets it is begun after this
+
+
+class SchedulingTaint:
+    """The taint stands while somebody holds it, and goes when nobody does."""
+
+    def __init__(self, node: OwnNode) -> None:
+        self._node = node
+        self._holds: list[Hold] = []
+        self._left_alone = False
+        self._uncertain = False  # a write was begun, and its end is not known
+        self._written = False  # the last write; counts while the node is not seen
+        self._turns = Cell(None)  # published whenever any of these or the node changed
+        self._one_writer = anyio.Lock()
+        self.patches = 0
+        self.failures = 0
+        self.problem: str | None = None  # why the taint could not be written last
+
+    @contextmanager
+    def held(self, until: float = math.inf) -> Iterator[Hold]:
+        """The taint is wanted inside. No write that sets it is begun after `until`, on the loop's clock."""
+        hold = Hold(until)
+        self._holds.append(hold)
+        self._turn()
+        try:
+            yield hold
+        finally:
+            self.drop(hold)
+
+    def drop(self, hold: Hold) -> None:
+        """End a hold early; again is nothing."""
+        if hold in self._holds:
+            self._holds.remove(hold)
+        self._turn()
+
+    def drop_all(self) -> None:
+        """End all holds, and leave nothing alone: the taint goes, no matter who set it."""
+        self._holds.clear()
+        self._left_alone = False
+        self._turn()
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """A taint that stands already is not removed inside, but by `drop_all`."""
+        self._left_alone = True
+        try:
+            yield
+        finally:
+            self._left_alone = False
+            self._turn()
+
+    def stands(self) -> bool | None:
+        """Whether the node carries the taint; None: a write is under way, or its end is not known."""
+        if self._uncertain:
+            return None
+        seen = self._node.tainted(TAINT)
+        return self._written if seen is None else seen
+
+    async def effective(self, within: float) -> bool:
+        """Return once the scheduler binds no more pods; False: the taint does not stand `within` seconds."""
+        began = anyio.current_time()
+        with anyio.move_on_after(within):
+            await self._until(lambda: self.stands() is True)
+        if not self.stands():
+            return False
+        with anyio.move_on_after(SEEN_SECONDS):
+            await self._node.seen()
+        pause = max(BINDING_SECONDS, 2 * (anyio.current_time() - began))
+        await anyio.sleep(min(pause, LONGEST_BINDING_SECONDS))
+        return True
+
+    async def gone(self) -> None:
+        """Return once the taint does not stand, or is wanted; bound it with a cancel scope."""
+        await self._until(lambda: self.stands() is False or self._wanted() is not False)
+
+    async def run(self) -> None:
+        """Write the taint until it is as wanted, for ever. Only one run at a time does anything."""
+        async with self._one_writer, anyio.create_task_group() as group:
+            group.start_soon(self._follow_node)
+            pauses, tried = Backoff(first=0.2, longest=30.0, jitter=0.5), None
+            while True:
+                seen, wanted = self._turns.version, self._wanted()
+                if wanted is None or wanted is self.stands():
+                    await self._turns.wait_change(seen)
+                    continue
+                if wanted is tried:  # it failed, or somebody undid it: they may do so again
+                    with anyio.move_on_after(pauses.next()):
+                        await self._while_wanted(wanted)
+                        continue
+                else:
+                    pauses.reset()
+                    tried = wanted
+                if self._wanted() is wanted is not self.stands():
+                    await self._write(present=wanted)
+
+    def _wanted(self) -> bool | None:
+        """Whether the taint shall stand; None: it may be as it is."""
+        if self._holds:
+            now = anyio.current_time()
+            return True if any(hold.until >= now for hold in self._holds) else None
+        return None if self._left_alone else False
+
+    async def _write(self, *, present: bool) -> None:
+        self._uncertain = True  # stays so when this is cancelled
+        try:
+            with anyio.fail_after(WRITE_SECONDS):
+                await self._node.write_taint(TAINT, EFFECT, present=present)
+        except (ApiError, TimeoutError) as error:
+            problem = str(error) or f"the API server did not answer within {WRITE_SECONDS:g} s"
+            if self.problem is None:
+                log.warning("scheduling_not_held" if present else "scheduling_not_released", problem=problem)
+            self.problem = problem
+            self.failures += 1
+            self._uncertain = not (isinstance(error, ApiError) and error.refused)
+        else:
+            self._uncertain, self._written, self.problem = False, present, None
+            self.patches += 1
+        self._turn()
+
+    def _turn(self) -> None:
+        self._turns.publish(None)
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            await self._turns.wait_change(self._turns.version)
+
+    async def _while_wanted(self, wanted: bool) -> None:
+        await self._until(lambda: self._wanted() is not wanted)
+
+    async def _follow_node(self) -> None:
+        async for _ in self._node.changes.values():
+            self._turn()
+
+
+# Keeps capacity and allocatable in node.status true to the lists, ahead of the kubelet's next tick.
 
 PATCH_SPACING_SECONDS = 1.0
 # A switch takes two patches, for the old and the new resources: neither waits for the other's second to pass.
@@ -38,10 +199,6 @@ AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 60.0, 600.0
 GONE_SECONDS = 5.0  # how long more is held back for a taint that is to go
 
 
-class KubeletMute(Exception):
-    """The kubelet does not answer now which devices it knows."""
-
-
 @dataclass(frozen=True)
 class Offer:
     """Lists as offered to the kubelet, and as it has taken them in."""
@@ -51,15 +208,23 @@ class Offer:
     amounts: Callable[[Assignment], Amounts]
     # Returns when all lists as they are now have left for the kubelet, or cannot (bounded).
     delivered: Callable[[], Awaitable[None]]
-    # How many healthy devices the kubelet knows of each resource; None: it has no such call.
-    # Raises KubeletMute.
-    taken_in: Callable[[], Awaitable[Mapping[str, int] | None]]
+    # How many healthy devices the kubelet knows of each resource. Raises PodResourcesUnavailable.
+    allocatable: Callable[[], Awaitable[Mapping[str, int]]]
     # Have the kubelet register these resources again.
     register_again: Callable[[frozenset[str]], None]
 
     def now(self) -> Amounts:
         """Under the assignment in force."""
         return self.amounts(self.assignment.value)
+
+    async def taken_in(self) -> Mapping[str, int] | None:
+        """The devices that the kubelet knows; None: it has no such call. Raises PodResourcesUnavailable."""
+        try:
+            return await self.allocatable()
+        except PodResourcesUnavailable as error:
+            if error.unsupported:
+                return None
+            raise
 
     async def arrived(self, within: float) -> bool:
         """Return once the kubelet has taken in all lists as they are then: of a pair, both halves.
@@ -70,7 +235,7 @@ class Offer:
         with anyio.move_on_after(within):
             await self.delivered()
             while True:
-                with suppress(KubeletMute):
+                with suppress(PodResourcesUnavailable):
                     known = await self.taken_in()
                     if known is None:
                         await anyio.sleep(UNASKED_SECONDS)
@@ -163,7 +328,7 @@ class Capacity:
         at = anyio.current_time()
         if at < self._again_from:
             return
-        with suppress(KubeletMute):
+        with suppress(PodResourcesUnavailable):
             known = await self._offer.taken_in()
             offered = {name for name, (_, left) in self._offer.now().items() if left}
             lost = offered - {name for name, count in known.items() if count} if known is not None else None
@@ -187,7 +352,7 @@ class Capacity:
         """Write these amounts; whether it could be done."""
         try:
             await self._node.write_amounts(amounts)
-        except NodeNotWritten as error:
+        except ApiError as error:
             self.failures += 1
             if self.problem is None:
                 log.warning("node_status_not_patched", problem=str(error))

@@ -14,19 +14,69 @@ from typing import Any, Final
 import anyio
 import structlog
 
-from agent.cluster.own_node import NodeNotWritten, OwnNode
+from agent.cluster.api import ApiError, now
+from agent.cluster.node import OwnNode
+from agent.inventory.actor import Transition
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import Backoff, follow
-from agent.kit.timestamps import now
+from agent.kit.tasks import Backoff, Cell, follow
 from agent.model.gpu import Gpu, Instance
+from agent.model.health import FaultKind, HealthState
+from agent.model.holding import Record
 from agent.model.modes import OFFERED_MODES, SWITCHING, Assignment, Mode
 from agent.model.pod import pods_counted
 from agent.modes.planner import GpuSwitch, Phase, SwitchState
-from agent.node.capacity import Capacity
-from agent.node.taint import SchedulingTaint
+from agent.node.capacity import Capacity, SchedulingTaint
+from agent.settings import Settings
 from agent.telemetry import definitions as d
 from agent.telemetry.series import Series
+
+# Keeps cluster-autoscaler from removing the node while pods hold its GPUs in a mode that it cannot see.
+#
+# It knows `nvidia.com/gpu` alone: a node of a GPU group that lists none is unready to it, and never in use.
+
+SCALE_DOWN = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
+# Beside it where the agent has set it. One that a person set is left alone.
+SCALE_DOWN_MARK = "gpu-node-agent.io/scale-down-disabled"
+SEEN = "nvidia.com/gpu"
+
+
+def holds_unseen(record: Record | None) -> bool | None:
+    """Whether units are held that are not `nvidia.com/gpu`; None: nobody knows who holds what."""
+    if record is None:
+        return None
+    return any(each.holding.resource != SEEN for holders in record.by_gpu.values() for each in holders)
+
+
+def scale_down_changes(present: Mapping[str, str], held: bool | None) -> Mapping[str, str | None]:
+    """Changes of a node's annotations; None removes one."""
+    ours = SCALE_DOWN_MARK in present
+    if held is None or (held and not ours and SCALE_DOWN in present):
+        return {}
+    if held:
+        return {SCALE_DOWN: "true", SCALE_DOWN_MARK: "true"}
+    return {SCALE_DOWN: None, SCALE_DOWN_MARK: None} if ours else {}
+
+
+# Kubernetes events on the node about its GPUs.
+
+Emit = Callable[[str, str, bool], None]  # reason, message, whether it is a warning
+
+
+def node_events(emit: Emit) -> Callable[[Transition], None]:
+    """A listener for `HealthCounters.listeners`. Reasons are listed in docs/names.md."""
+
+    def listen(change: Transition) -> None:
+        if change.before is None and change.after is HealthState.HEALTHY:
+            return
+        gpu = f"GPU {change.uuid} (index {change.index})"
+        if change.after is HealthState.UNHEALTHY and change.before is not HealthState.PROBATION:
+            reason = "GPULost" if change.fault is FaultKind.LOST else "GPUUnhealthy"
+            emit(reason, f"{gpu}: {change.cause}; its units are not handed out", True)
+        elif change.after is HealthState.HEALTHY and change.before is not HealthState.SUSPECT:
+            emit("GPURecovered", f"{gpu} is healthy again after: {change.cause}", False)
+
+    return listen
+
 
 # Labels that describe driver, GPUs and their instances, for people's node selectors.
 
@@ -267,7 +317,7 @@ class NodeStateWriter:
         says = (status, CONDITION_REASONS[state.phase], _message(state))
         # By the node, as all else: an older write whose answer was lost may be carried out after a newer one.
         condition = self._node.condition(CONDITION)
-        as_it_should = condition is not None and condition[:3] == says
+        as_it_should = condition is not None and condition.says == says
         if not wrong and not stale and as_it_should:
             self.problem = None  # a write whose answer was lost was carried out, or is not wanted any more
             return 0.0
@@ -276,10 +326,10 @@ class NodeStateWriter:
                 await self._node.write_metadata(wrong, stale)
                 self.patches += 1
             if not as_it_should:
-                same = condition is not None and condition.status == status and condition.changed
+                same = condition is not None and condition.status == status and condition.last_transition_time
                 await self._node.write_condition(CONDITION, *says, same or now())
                 self.patches += 1
-        except NodeNotWritten as error:
+        except ApiError as error:
             if self.problem is None:
                 log.warning("node_not_written", problem=str(error))
             self.problem = str(error)
@@ -302,6 +352,39 @@ class NodeStateWriter:
         self._recorded = shown
         text = f"mode {state.desired}: {state.message}" if state.message else f"mode {state.desired}"
         self._node.event(EVENT_REASONS[state.phase], text, state.phase in (Phase.BLOCKED, Phase.FAILED))
+
+
+def report_on(
+    settings: Settings,
+    node: OwnNode,
+    switch: Cell[SwitchState],
+    inventory: Cell[Snapshot],
+    assignment: Cell[Assignment],
+    record: Cell[Record | None],
+    annotations: Cell[Mapping[str, str]],
+) -> NodeStateWriter:
+    """The writer of all of it, as configured."""
+    fixed = {SIMULATED_LABEL: "true"} if settings.simulator.profile else {}
+
+    def labels(present: Mapping[str, str], notes: Mapping[str, str]) -> Mapping[str, str | None]:
+        # At first nobody knows how GPUs are offered, and what an agent before this one wrote stands.
+        if not settings.node_labels or not switch.value.gpus:
+            return fixed
+        strategy = strategy_of(switch.value, settings.mig.strategy)
+        return {**labels_of(inventory.value, assignment.value, present, strategy, notes), **fixed}
+
+    def changes(present: Mapping[str, str]) -> Mapping[str, str | None]:
+        guarded = settings.cluster.scale_down_guard
+        return scale_down_changes(present, holds_unseen(record.value) if guarded else False)
+
+    return NodeStateWriter(
+        node,
+        switch,
+        labels=labels,
+        annotations=annotations,
+        changes=changes,
+        wake_on=(inventory, assignment, record),
+    )
 
 
 def mode_in_force(state: SwitchState) -> str:

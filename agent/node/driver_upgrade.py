@@ -12,21 +12,21 @@ also where no upgrade controller runs.
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 import structlog
 
-from agent.cluster.own_node import Amounts, OwnNode
-from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import repeat
-from agent.kit.timestamps import boot_seconds, now
+from agent.cluster.api import now
+from agent.cluster.node import Amounts, OwnNode
+from agent.inventory.gpu_monitor import GpuMonitor
+from agent.inventory.snapshot import Snapshot, boot_seconds
+from agent.kit.tasks import Cell, repeat
+from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.modes import Mode
-from agent.modes.cordons import Cordon, Cordons
 from agent.modes.planner import STARTING, SwitchState
-from agent.node.capacity import Capacity, KubeletMute, Offer
-from agent.node.taint import SchedulingTaint
+from agent.modes.withholding import Cordon, Cordons
+from agent.node.capacity import Capacity, Offer, SchedulingTaint
 
 # Remains of a killed agent on the node: figures that the kubelet knows nothing of, and its taint.
 #
@@ -78,7 +78,7 @@ class Inherited:
             return True
         try:
             taken_in = await self._offer.taken_in()
-        except KubeletMute:
+        except PodResourcesUnavailable:
             return False
         if taken_in is None:
             return True
@@ -114,16 +114,6 @@ class UpgradeStage(Enum):
     RELEASE = "release"  # and NVML is closed
 
 
-class Releasing(Protocol):
-    """Who has NVML open: `agent.inventory.gpu_monitor.GpuMonitor`."""
-
-    def release(self, seconds: float, why: str = "") -> None:
-        """Close NVML for that long."""
-
-    def end_release(self) -> None:
-        """Open NVML again."""
-
-
 def stage_of(labels: Mapping[str, str]) -> tuple[UpgradeStage, str]:
     """The request of a node's labels, and the label that makes it."""
     for key, value in sorted(labels.items()):
@@ -143,7 +133,7 @@ class DriverUpgrade:
     def __init__(
         self,
         node: OwnNode,
-        monitor: Releasing,
+        monitor: GpuMonitor,
         inventory: Cell[Snapshot],
         switch: Cell[SwitchState],
         by_hand: Cell[Cordons],

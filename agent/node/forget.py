@@ -3,11 +3,10 @@
 from collections.abc import Collection, Mapping
 
 from agent.cluster.api import KubeApi
-from agent.cluster.node import NodeObject, read_node
-from agent.modes.cordons import ANNOTATION as CORDON
-from agent.node.conditions import CONDITION, beside_gfd, left_over, written
-from agent.node.scale_down import wanted
-from agent.node.taint import EFFECT, TAINT
+from agent.cluster.node import OwnNode, read_node
+from agent.modes.withholding import ANNOTATION as CORDON
+from agent.node.capacity import EFFECT, TAINT
+from agent.node.conditions import CONDITION, beside_gfd, left_over, scale_down_changes, written
 
 OWN_PREFIX = "gpu-node-agent.io/"
 CUDA_LABELS = ("cuda-major-version", "cuda-minor-version")
@@ -31,12 +30,12 @@ async def forget(api: KubeApi, name: str, keep: Collection[str] = ()) -> None:
     kept = {CORDON, *keep}
     annotations = {
         key: None for key in metadata.annotations if key.startswith(OWN_PREFIX) and key not in kept
-    } | dict(wanted(metadata.annotations, held=False))
+    } | dict(scale_down_changes(metadata.annotations, held=False))
     if labels or annotations:
         body = {"metadata": {"labels": labels, "annotations": annotations}}
         await api.merge_patch(f"/api/v1/nodes/{name}", body)
     if any(each.get("key") == TAINT for each in node.spec.taints):
-        await NodeObject(api, name).set_taint(TAINT, EFFECT, present=False)
+        await OwnNode(api, name).write_taint(TAINT, EFFECT, present=False)
     condition = {"type": CONDITION, "$patch": "delete"}
     await api.strategic_patch(f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}})
 

@@ -7,7 +7,7 @@ already, under the same key: there is one for each pod.
 from collections.abc import Mapping
 
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.modes import OFFERED_MODES
 from agent.model.pod import Pod
 

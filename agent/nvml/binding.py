@@ -2,25 +2,21 @@
 
 import ctypes
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pynvml
 
+from agent.kit.files import inside
 from agent.model.gpu import Driver, Gpu, normalise_bus_id
 from agent.model.health import RecoveryAction
-from agent.nvml import loading, partitioning
-from agent.nvml.activity import Activity
-from agent.nvml.instances import instances_of
-from agent.nvml.nvml_errors import (
-    NvmlCode,
-    NvmlDriverMismatch,
-    NvmlError,
-    NvmlGpuLost,
-    NvmlLibraryMissing,
-    NvmlNotSupported,
-    error_for,
-)
+from agent.nvml import partitioning
+from agent.nvml.event_watch import Opaque
+from agent.nvml.event_watch import call as _call
+from agent.nvml.event_watch import offered as _offered
+from agent.nvml.partitioning import instances_of
 from agent.nvml.port import (
     ComputeMode,
     EventKind,
@@ -28,17 +24,67 @@ from agent.nvml.port import (
     LinkPeer,
     MigProfile,
     NvLink,
+    NvmlCode,
+    NvmlDriverMismatch,
+    NvmlError,
     NvmlEvent,
+    NvmlGpuLost,
+    NvmlLibraryMissing,
+    NvmlNotSupported,
     Partition,
     PcieLevel,
     Probe,
     Sample,
     SampleRequest,
+    error_for,
 )
-from agent.nvml.sampling import RECOVERY_ACTION, read_fields, read_sample
-from agent.nvml.worker_thread import Opaque
-from agent.nvml.worker_thread import call as _call
-from agent.nvml.worker_thread import offered as _offered
+from agent.nvml.sampling import RECOVERY_ACTION, Activity, read_fields, read_sample
+
+# Finding and loading libnvidia-ml.so.1, before the binding asks the system loader for it.
+#
+# nvidia-ml-py opens the bare soname and takes no path. A library that is loaded already answers for its
+# soname, so loading it here by full path serves driver roots (driver containers mount the driver under a
+# directory of their own) and test doubles alike.
+
+SONAME = "libnvidia-ml.so.1"
+
+# Where distributions, driver containers and WSL put it, below the root of the driver.
+_FOLDERS = (
+    "usr/lib64",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
+    "usr/lib/wsl/lib",
+    "lib64",
+    "lib/x86_64-linux-gnu",
+    "lib/aarch64-linux-gnu",
+    "usr/lib",
+    "lib",
+    "usr/local/nvidia/lib64",
+    "home/kubernetes/bin/nvidia/lib64",
+)
+
+
+def find(roots: Iterable[Path]) -> Path | None:
+    """The library under the first driver root that has it."""
+    for root in roots:
+        for folder in _FOLDERS:
+            with suppress(OSError):  # a loop of links
+                path = inside(root, f"{folder}/{SONAME}")
+                if path.is_file():
+                    return path
+    return None
+
+
+def preload(path: Path) -> ctypes.CDLL:
+    """Load the library by path. Raises NvmlLibraryMissing when that cannot be."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        hint = "install the NVIDIA driver, or correct the driver root"
+        raise NvmlLibraryMissing(
+            NvmlCode.LIBRARY_NOT_FOUND, "dlopen", f"cannot load NVML from {path}: {error}; {hint}"
+        ) from error
+
 
 _KINDS = {
     EventKind.XID: pynvml.nvmlEventTypeXidCriticalError,
@@ -76,8 +122,8 @@ class NvmlBinding:
         self._watched: dict[int | None, str] = {}  # device handle -> UUID
 
     def open(self) -> Driver:
-        path = self._path or loading.find(self._roots)
-        loaded = loading.preload(path) if path is not None else None
+        path = self._path or find(self._roots)
+        loaded = preload(path) if path is not None else None
         try:
             _call("nvmlInit")
         except NvmlLibraryMissing as error:
@@ -85,7 +131,7 @@ class NvmlBinding:
             raise NvmlLibraryMissing(
                 error.code,
                 error.call,
-                f"{loading.SONAME} is neither below {where} nor known to the system loader: "
+                f"{SONAME} is neither below {where} nor known to the system loader: "
                 "install the NVIDIA driver, mount its root, or have NVIDIA's container runtime start this "
                 "container",
             ) from error

@@ -9,10 +9,10 @@ from http import HTTPStatus
 import anyio
 import structlog
 
-from agent.cluster.access import lacks_right
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import HASH_ANNOTATION, PodCache
+from agent.cluster.reviews import lacks_right
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import PodKey, View
 from agent.kit.tasks import Backoff
@@ -31,6 +31,8 @@ DENIED_SECONDS, DENIED_LONGEST_SECONDS = 30.0, 600.0
 
 class ClusterPods(PodSource):
     """The node's pods from the watch, for pairing and for the record of who holds what."""
+
+    answers = True
 
     def __init__(self, cache: PodCache) -> None:
         self._cache = cache

@@ -4,12 +4,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
-from agent.model.demand import Demand, Impossible, init_group_of
 from agent.model.holding import Holder, Ledger, PairHoldings, PairMember, Reservation, UnitPool
-from agent.model.modes import PAIRS, SEPARATOR
+from agent.model.modes import PAIRS, SEPARATOR, ResourcePair
 from agent.model.placement import NoRoom, PlacementPolicy, WholeChooser, hint_of, lowest, place, policy_of
-from agent.model.pod import Pod, Stage
-from agent.model.units import ResourcePair
+from agent.model.pod import Demand, Impossible, Pod, Stage, init_group_of
 from agent.pairing.resolver import Asker, Cause, PairRefused, PodKey, resource_of
 
 NOTHING: frozenset[str] = frozenset()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import anyio
 import structlog
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holder, Ledger, PairMember, Record, Reservation, UnitPool
 from agent.model.pod import Pod
 from agent.pairing.pair_rules import Call, Grant, PairRules, PairState
@@ -224,7 +224,14 @@ class Pairing:
         if facts.record is not None:
             self._take_in(facts.record, facts.pods)
             call = replace(call, leftover=facts.record.leftover)
-        reservation, hint_ignored = self.rules.reserve(self._state, call, asker)
+        try:
+            reservation, hint_ignored = self.rules.reserve(self._state, call, asker)
+        except PairRefused as refusal:
+            if facts.record is None or refusal.cause is not Cause.EXHAUSTED:
+                raise
+            # A kubelet that was away may know of ends that neither the watch nor the checkpoint shows yet.
+            self._take_in(await self._resolver.confirmed(facts.record), facts.pods)
+            reservation, hint_ignored = self.rules.reserve(self._state, call, asker)
         if hint_ignored:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
         return reservation

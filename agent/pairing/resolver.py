@@ -12,18 +12,20 @@ import structlog
 from agent.holdings.holdings import HoldingsWatch
 from agent.kit.tasks import Backoff
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
-from agent.model.demand import (
+from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation
+from agent.model.modes import ResourcePair
+from agent.model.placement import ASSIGNED, HINT, places
+from agent.model.pod import (
     STATIC_PODS,
     WAITING_FOR_GPU,
+    Container,
     Demand,
     InitContainerGroup,
+    Pod,
+    Stage,
     demand_of,
     init_group_of,
 )
-from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation
-from agent.model.placement import ASSIGNED, HINT, places
-from agent.model.pod import Container, Pod, Stage
-from agent.model.units import ResourcePair
 
 # Pairing's ports to the outside, and its refusals.
 
@@ -52,6 +54,8 @@ class PodsUnavailable(Exception):
 
 class PodSource:
     """Specs of the pods that are bound to this node. This one has no API server behind it."""
+
+    answers = False  # whether one that cannot be read now may be read in a moment
 
     def pods_on_node(self) -> Collection[Pod]:
         """The pods as last seen; never waits."""
@@ -186,7 +190,8 @@ MISS_SECONDS = 1.0
 TRIES = 4
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.3
 # Kubelets before 1.34 go on listing a pod that was just rejected, which may look like one that asks until the
-# API server shows its end. A refusal ends a pod for good, and nothing but other pods waits meanwhile.
+# API server shows its end; and one that restarts answers a moment later. A refusal ends a pod for good, and
+# nothing but other pods waits meanwhile.
 DOUBT_SECONDS = 10.0
 # All pods of the node wait for that: so much at once in all calls together, and a tenth of the time for long.
 DOUBT_TOTAL_SECONDS = 30.0
@@ -284,14 +289,19 @@ class RequesterResolver:
             if len(found) == 1 and known and not found[0].pod.ending:
                 return facts, found[0]
             # Equal pods are not the same: whose limits a container gets depends on who it is.
-            doubt = len(found) > 1 and known
+            doubt = self._source.answers if facts.unknown else len(found) > 1 and known
             now = anyio.current_time()
             if doubt:
                 self._doubt.spent, counted = self._doubt.spent + now - counted, now
             if now >= give_up or (attempt >= TRIES and not (doubt and now < doubt_ends)):
                 break
+            asked = {uid: fresh for uid, fresh in asked.items() if fresh}
             await anyio.sleep(pauses.next())
         raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
+
+    async def confirmed(self, record: Record) -> Record:
+        """The record after the API server was asked for holders that the kubelet does not list."""
+        return await self._record.confirm(record.holdings)
 
     def _askers(
         self, member: PairMember, size: int, facts: Facts, reservations: Collection[Reservation]

@@ -6,7 +6,7 @@ Both faces walk the table at every call, in order: first delays, then hangs, the
 import time
 
 from agent.kit import futex
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from agent.simulator.futex_wait import wait
 from agent.simulator.mapping import Mapping
 from agent.simulator.nvml_functions import ANY, number_of

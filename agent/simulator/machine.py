@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from agent.model.health import RecoveryAction
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from agent.simulator import events, mig
 from agent.simulator.events import RawEvent
 from agent.simulator.faults import Fault, FaultTable

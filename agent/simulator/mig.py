@@ -6,7 +6,7 @@ compute, eight of memory. A profile is named by its slices and its share of the 
 
 import math
 
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from agent.simulator.profile import MIB
 from agent.simulator.state import GpuState, InstanceState, MigProfileState
 

@@ -4,9 +4,17 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 
 from agent.model.gpu import Instance
-from agent.nvml.instances import PASSED_OVER
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlLeftOver, NvmlNotSupported, error_for
-from agent.nvml.port import GpuInstance, MigProfile, Partition
+from agent.nvml.partitioning import PASSED_OVER
+from agent.nvml.port import (
+    GpuInstance,
+    MigProfile,
+    NvmlCode,
+    NvmlError,
+    NvmlLeftOver,
+    NvmlNotSupported,
+    Partition,
+    error_for,
+)
 from agent.simulator import mig
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.mapping import Mapping

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from agent.nvml.nvml_errors import NvmlCode, NvmlError
-from agent.nvml.port import GpuProcess, Sample, SampleRequest, Traffic
+from agent.nvml.port import GpuProcess, NvmlCode, NvmlError, Sample, SampleRequest, Traffic
 from agent.simulator.mapping import Mapping
 from agent.simulator.state import GpuState, ProcessKind, ProcessState
 

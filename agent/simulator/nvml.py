@@ -10,7 +10,6 @@ from pathlib import Path
 
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import RecoveryAction
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported, error_for
 from agent.nvml.port import (
     ACTIVITY,
     FIRST_WITH_MEMORY_LIMITS,
@@ -18,11 +17,16 @@ from agent.nvml.port import (
     EventKind,
     LinkPeer,
     NvLink,
+    NvmlCode,
+    NvmlError,
     NvmlEvent,
+    NvmlGpuLost,
+    NvmlNotSupported,
     PcieLevel,
     Probe,
     Sample,
     SampleRequest,
+    error_for,
 )
 from agent.simulator import events, moving_figures
 from agent.simulator.events import EventReader
@@ -160,7 +164,7 @@ class SimulatedNvml(MigCalls):
         return replace(sample, activity=self._activity(slot)) if request.activity else sample
 
     def _activity(self, slot: int) -> dict[str, float] | None:
-        """As `agent.nvml.activity` asks: nothing of the first sample, nor after a failure."""
+        """As `agent.nvml.sampling` asks: nothing of the first sample, nor after a failure."""
         gpu, before = self._mapping.gpu(slot), slot in self._active
         try:
             if not before:

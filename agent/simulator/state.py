@@ -26,7 +26,7 @@ EVENT_SLOTS: Final = 1024  # a reader that falls further behind loses the oldest
 FAULT_SLOTS: Final = 32
 PROCESS_SLOTS: Final = 2048
 NO_RECOVERY_ACTION: Final = 0xFFFFFFFF  # of a driver before R565: it has no such field
-ACTIVITIES: Final = 4  # engine, SM, tensor, memory: as agent.nvml.activity asks for them
+ACTIVITIES: Final = 4  # engine, SM, tensor, memory: as agent.nvml.sampling asks for them
 CLOCKS: Final = 4  # graphics, SM, memory, video: nvmlClockType_t
 
 

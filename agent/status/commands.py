@@ -5,13 +5,12 @@ from collections.abc import Awaitable, Callable, Mapping
 import anyio
 import structlog
 
-from agent.cluster.own_node import NodeNotWritten
+from agent.cluster.api import ApiError
 from agent.inventory.reducer import Cleared, Removed
-from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.timestamps import boot_seconds
+from agent.inventory.snapshot import GpuState, Snapshot, boot_seconds
 from agent.model.health import FaultKind, HealthState
-from agent.modes.cordons import LONGEST_REASON
 from agent.modes.wing import Document
+from agent.modes.withholding import LONGEST_REASON, CordonsUnreadable
 from agent.status.report import StatusSources, report
 from agent.web.control import CommandRefused, ControlServer
 
@@ -120,7 +119,7 @@ class Commands:
     async def _written(write: Awaitable[None]) -> None:
         try:
             await write
-        except NodeNotWritten as error:
+        except (ApiError, CordonsUnreadable) as error:
             raise CommandRefused(f"the node's annotation cannot be written: {error}; try again") from error
 
     async def _wait(self, reached: Callable[[Snapshot], bool], seconds: float = TAKE_EFFECT_SECONDS) -> None:

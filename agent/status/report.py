@@ -2,22 +2,46 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 from agent import __version__
 from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import GpuMonitor
-from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
-from agent.kit.timestamps import boot_seconds
+from agent.inventory.snapshot import GpuState, Snapshot, boot_seconds
+from agent.kit.tasks import Cell
 from agent.model.health import HealthState, Rules
-from agent.model.holding import GpuHolder
+from agent.model.holding import GpuHolder, Record
 from agent.model.modes import Mode
-from agent.modes.cordons import CordonBook
 from agent.modes.planner import GpuSwitch, SwitchState
 from agent.modes.wing import Document, Wing
-from agent.status.last_holders import LastHolders
+from agent.modes.withholding import CordonBook
+
+# Who held what when the kubelet's records could last be read.
+
+
+class LastHolders:
+    def __init__(self, cell: Cell[Record | None]) -> None:
+        self._cell = cell
+        self._last: Record | None = None
+        self._lost: float | None = None  # since when there is nothing newer
+
+    async def run(self) -> None:
+        """Follow the record, for ever."""
+        async for found in self._cell.values():
+            self._take(found)
+
+    def known(self) -> tuple[Record | None, float | None]:
+        """The record, and its age in seconds; no age: it is of now, or there never was one."""
+        self._take(self._cell.value)
+        return self._last, None if self._lost is None or self._last is None else monotonic() - self._lost
+
+    def _take(self, found: Record | None) -> None:
+        if found is not None:
+            self._last, self._lost = found, None
+        elif self._lost is None:
+            self._lost = monotonic()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Place
 from agent.model.modes import Mode
 from agent.modes.planner import SwitchState

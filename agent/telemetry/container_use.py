@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from agent.holdings.record import Owners
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Growth, Place, Record
 from agent.model.modes import Assignment, Mode
 from agent.model.pod import Pod

@@ -7,12 +7,10 @@ from enum import Enum
 from types import MappingProxyType
 
 from agent.model.cgroup import ContainerRef
-from agent.model.demand import CORES
 from agent.model.gpu import Gpu, Instance
 from agent.model.holding import Growth, Place, Record
-from agent.model.modes import MODE_OF_UNIT, PAIRS, BadDeviceId, Mode, parse
-from agent.model.pod import Pod
-from agent.model.units import INSTANCE, REPLICA
+from agent.model.modes import INSTANCE, MODE_OF_UNIT, PAIRS, REPLICA, BadDeviceId, Mode, parse
+from agent.model.pod import CORES, Pod
 from agent.nvml.port import Sample
 
 # Shares of each container in each GPU, from the kubelet's records and what containers have grown by.

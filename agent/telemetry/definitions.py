@@ -80,27 +80,15 @@ GPU_THROTTLED = _gauge(
 GPU_ECC_ERRORS = _counter(
     "gpu_ecc_errors", (*_GPU, "type"), "Since the driver was loaded: corrected, uncorrected."
 )
-GPU_NVLINK = _counter(
-    "gpu_nvlink_bytes",
-    (*_GPU, "direction"),
-    "Over all NVLinks: sent, received.",
-)
+GPU_NVLINK = _counter("gpu_nvlink_bytes", (*_GPU, "direction"), "Over all NVLinks: sent, received.")
 GPU_NVLINK_ERRORS = _counter(
-    "gpu_nvlink_errors",
-    (*_GPU, "type"),
-    "Of all NVLinks: crc_flit, crc_data, replay, recovery.",
+    "gpu_nvlink_errors", (*_GPU, "type"), "Of all NVLinks: crc_flit, crc_data, replay, recovery."
 )
 GPU_PCIE = _gauge(
-    "gpu_pcie_bytes_per_second",
-    (*_GPU, "direction"),
-    "Sent and received; with sampling.pcieThroughput.",
+    "gpu_pcie_bytes_per_second", (*_GPU, "direction"), "Sent and received; with sampling.pcieThroughput."
 )
 _ACTIVITY = "with sampling.activity."
-GPU_ENGINE_ACTIVE = _gauge(
-    "gpu_engine_active_ratio",
-    _GPU,
-    f"Time in which work ran; {_ACTIVITY}",
-)
+GPU_ENGINE_ACTIVE = _gauge("gpu_engine_active_ratio", _GPU, f"Time in which work ran; {_ACTIVITY}")
 GPU_SM_ACTIVE = _gauge("gpu_sm_active_ratio", _GPU, f"Multiprocessors at work; {_ACTIVITY}")
 GPU_TENSOR_ACTIVE = _gauge("gpu_tensor_active_ratio", _GPU, f"Time in which tensor cores worked; {_ACTIVITY}")
 GPU_MEMORY_BANDWIDTH = _gauge("gpu_memory_bandwidth_ratio", _GPU, f"Memory bandwidth in use; {_ACTIVITY}")
@@ -117,9 +105,7 @@ GPU_OTHER_MEMORY = _gauge(
 )
 GPU_SAMPLE_FAILURES = _counter("gpu_sample_failures", _GPU, "Readings that failed or came too late.")
 GPU_HEALTH_STATE = _gauge(
-    "gpu_health_state",
-    (*_GPU, "state"),
-    "1 for its state: healthy, suspect, unhealthy, probation.",
+    "gpu_health_state", (*_GPU, "state"), "1 for its state: healthy, suspect, unhealthy, probation."
 )
 GPU_TRANSITIONS = _counter("gpu_health_transitions", (*_GPU, "state"), "How often it entered a state.")
 GPU_PROBATION_LEFT = _gauge("gpu_probation_left_seconds", _GPU, "Until it is trusted again; else 0.")
@@ -144,9 +130,7 @@ CONTAINER_MEMORY_MOST = _gauge(
 )
 CONTAINER_MEMORY_LIMIT = _gauge("container_memory_limit_bytes", _SHARE, "Memory it was given.")
 CONTAINER_UTILIZATION = _gauge(
-    "container_utilization_ratio",
-    _GRADED,
-    "Part of the time in which its kernels ran.",
+    "container_utilization_ratio", _GRADED, "Part of the time in which its kernels ran."
 )
 CONTAINER_UTILIZATION_MEAN = _gauge(
     "container_utilization_mean_ratio", _GRADED, f"Mean over sampling.windowSeconds; {_WEAKEST}"
@@ -160,9 +144,7 @@ CONTAINER_GPU_SECONDS = _counter(
     "Measured time of a whole GPU, for bills; missing where use is estimated.",
 )
 CONTAINER_CORE_LIMIT = _gauge(
-    "container_core_limit_ratio",
-    _SHARE,
-    "Part of the compute it was given, if any.",
+    "container_core_limit_ratio", _SHARE, "Part of the compute it was given, if any."
 )
 CONTAINER_HELD = _gauge(
     "container_held_ratio",
@@ -173,17 +155,11 @@ CONTAINER_PROCESSES = _gauge("container_processes", _SHARE, "Its processes, as f
 
 # The driver.
 DRIVER_INFO = _info(
-    "driver",
-    ("driver_version", "nvml_version", "cuda_version"),
-    "Missing while NVML is not open.",
+    "driver", ("driver_version", "nvml_version", "cuda_version"), "Missing while NVML is not open."
 )
 NVML_UP = _gauge("nvml_up", (), "1 while NVML answers.")
 EVENT_WAIT_FAILURES = _counter("nvml_event_wait_failures", (), "Waits for NVML's events that failed.")
-NVML_RELEASED = _gauge(
-    "nvml_released",
-    (),
-    "1 while NVML is closed, by `release` or for another driver.",
-)
+NVML_RELEASED = _gauge("nvml_released", (), "1 while NVML is closed, by `release` or for another driver.")
 NVML_STUCK_CALLS = _gauge("nvml_stuck_calls", (), "NVML calls that never returned.")
 
 # Modes.
@@ -196,9 +172,7 @@ LARGEST_FREE = _gauge(
     "largest_free_ratio", ("mode",), "The largest free part of one GPU, memory in proportion."
 )
 UNUSABLE_COMPUTE = _gauge(
-    "unusable_compute_gpus",
-    ("mode",),
-    "Free compute that the next pod of the usual mix cannot use.",
+    "unusable_compute_gpus", ("mode",), "Free compute that the next pod of the usual mix cannot use."
 )
 MODE_STATE = _gauge("mode_state", ("state",), "1 for the state of the node's mode.")
 MODE_SWITCHES = _counter("gpu_mode_switches", (), "How often a GPU came into another mode.")
@@ -220,11 +194,7 @@ CALLS = _counter(
     ("resource", "call", "result"),
     "By method; ok or the gRPC status (invalid_argument: refused).",
 )
-CALL_SECONDS = _counter(
-    "kubelet_call_seconds",
-    ("resource", "call"),
-    "Time in those calls.",
-)
+CALL_SECONDS = _counter("kubelet_call_seconds", ("resource", "call"), "Time in those calls.")
 
 # Instances of GPUs in mode mig.
 _INSTANCE = (*_GPU, "instance", "profile")
@@ -239,67 +209,37 @@ CDI_DEVICES = _gauge("cdi_devices", (), "GPUs in the agent's specification.")
 CDI_GENERATIONS = _counter("cdi_generations", ("result",), "How often it was made again.")
 
 # Pairs of core and memory (vGPU, MPS).
-PAIRS = _counter(
-    "pairs",
-    ("mode", "result"),
-    "granted, refused, or expired (no second half came).",
-)
+PAIRS = _counter("pairs", ("mode", "result"), "granted, refused, or expired (no second half came).")
 RESERVATIONS = _gauge("reservations", ("mode",), "Pairs that wait for their second half.")
-ENFORCED = _gauge(
-    "limits_enforced",
-    ("mode", "fence"),
-    "1 if shares that start now get this fence.",
-)
+ENFORCED = _gauge("limits_enforced", ("mode", "fence"), "1 if shares that start now get this fence.")
 LIMITED_CONTAINERS = _gauge(
     "limited_containers", ("fence",), "vGPU containers that it keeps to their memory."
 )
-GROWN_MEMORY = _gauge(
-    "grown_memory_bytes",
-    _GPU,
-    "Memory given by `resize`.",
-)
+GROWN_MEMORY = _gauge("grown_memory_bytes", _GPU, "Memory given by `resize`.")
 NAMESPACE_GROWN_MEMORY = _gauge(
-    "namespace_grown_memory_bytes",
-    ("namespace",),
-    "The same by namespace; quotas do not count it.",
+    "namespace_grown_memory_bytes", ("namespace",), "The same by namespace; quotas do not count it."
 )
 CONTAINERS_ABOVE_CAP = _gauge("containers_above_cap", (), "vGPU containers measured above their memory cap.")
 CONTAINERS_WITHOUT_LIBRARY = _gauge(
-    "containers_without_library",
-    (),
-    "vGPU containers with a process without the library.",
+    "containers_without_library", (), "vGPU containers with a process without the library."
 )
 CONTAINERS_REFUSING = _gauge(
-    "containers_refusing_access",
-    (),
-    "vGPU containers that close their limits' files.",
+    "containers_refusing_access", (), "vGPU containers that close their limits' files."
 )
 CONTAINERS_ENDED = _counter(
-    "containers_above_cap_ended",
-    ("result",),
-    "vGPU containers ended by option, or failed to.",
+    "containers_above_cap_ended", ("result",), "vGPU containers ended by option, or failed to."
 )
 CONTAINERS_AVOIDING = _gauge(
-    "containers_with_avoidable_limits",
-    (),
-    "vGPU containers that could get around their limits.",
+    "containers_with_avoidable_limits", (), "vGPU containers that could get around their limits."
 )
 
 _COMPUTE = ("namespace", "pod", "container", "gpu")
 CONTAINER_REFUSED = _counter(
-    "container_allocations_refused",
-    _COMPUTE,
-    "Allocations that the library refused.",
+    "container_allocations_refused", _COMPUTE, "Allocations that the library refused."
 )
-CONTAINER_PEAK = _gauge(
-    "container_memory_charged_peak_bytes",
-    _COMPUTE,
-    "The most memory charged at once.",
-)
+CONTAINER_PEAK = _gauge("container_memory_charged_peak_bytes", _COMPUTE, "The most memory charged at once.")
 CONTAINER_REPAIRED = _counter(
-    "container_charges_repaired",
-    _COMPUTE,
-    "Charges added up again after a process died.",
+    "container_charges_repaired", _COMPUTE, "Charges added up again after a process died."
 )
 CONTAINER_NEWER = _counter(
     "container_newer_entry_points",
@@ -317,30 +257,18 @@ CONTAINER_DIFFERENCE = _gauge(
     "Charged beyond what the driver measures; 0 within 10 % and 64 MiB.",
 )
 CONTAINER_THROTTLED = _counter(
-    "container_throttled_seconds",
-    _COMPUTE,
-    "How long launches waited, by threads.",
+    "container_throttled_seconds", _COMPUTE, "How long launches waited, by threads."
 )
 CONTAINER_ALLOTTED = _gauge(
-    "container_compute_allotted_ratio",
-    _COMPUTE,
-    "Part of the compute that it is held to now.",
+    "container_compute_allotted_ratio", _COMPUTE, "Part of the compute that it is held to now."
 )
 
 # MPS, by GPU; only of GPUs that are set up for it.
-MPS_DAEMON = _gauge(
-    "mps_daemon_state",
-    ("gpu", "state"),
-    "1 for the daemon's state.",
-)
+MPS_DAEMON = _gauge("mps_daemon_state", ("gpu", "state"), "1 for the daemon's state.")
 MPS_RESTARTS = _counter("mps_daemon_restarts", ("gpu",), "Restarts.")
 MPS_FAULTS = _counter("mps_faults", ("gpu",), "Fatal errors, which end all clients' work.")
 MPS_CUT = _counter("mps_connections_cut", ("gpu",), "Silent connections that were cut off.")
-DRA_OPEN = _gauge(
-    "dra_open",
-    (),
-    "1 if driver and ResourceSlices are as wanted.",
-)
+DRA_OPEN = _gauge("dra_open", (), "1 if driver and ResourceSlices are as wanted.")
 DRA_CLAIMS = _gauge("dra_claims", (), "Claims with devices ready.")
 DRA_PREPARES = _counter("dra_prepares", ("outcome",), "prepared or refused.")
 DRA_PREPARE_SECONDS = _counter("dra_prepare_seconds", (), "Their time, waiting included.")

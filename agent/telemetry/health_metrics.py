@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from agent.inventory.actor import Inventory
-from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
-from agent.kit.timestamps import boot_seconds
-from agent.model.demand import CORES
+from agent.inventory.snapshot import GpuState, Snapshot, boot_seconds
+from agent.kit.tasks import Cell
 from agent.model.health import HealthState
 from agent.model.holding import Record
 from agent.model.modes import OFFERED_MODES, UNCLAIMED, Assignment, GpuMode, Mode
 from agent.model.placement import FreeGpu, unusable, usual_mix
+from agent.model.pod import CORES
 from agent.model.xids import UNKNOWN, XIDS, XidClass
 from agent.nvml.event_watch import EventWatch
 from agent.telemetry import definitions as d

@@ -13,8 +13,15 @@ import anyio.to_thread
 from prometheus_client.exposition import choose_encoder, gzip_accepted
 
 from agent.telemetry import definitions as d
-from agent.telemetry.process import read_process_use
-from agent.telemetry.series import COMPATIBLE, Reading, Series, Sources, compatible_series, series_of
+from agent.telemetry.series import (
+    COMPATIBLE,
+    Reading,
+    Series,
+    Sources,
+    compatible_series,
+    read_process_use,
+    series_of,
+)
 from agent.web.server import Handler, HttpRequest, HttpServer, Reply
 
 # A reading as a page, in the format and the encoding that were asked for.

@@ -1,24 +1,26 @@
 """Everything that a scrape shows, read on the event loop at one moment, and as series."""
 
+import os
 import platform
+import resource
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from agent import __version__
 from agent.inventory.actor import Inventory
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import Supervisor, TaskState
+from agent.kit.tasks import Cell, Supervisor, TaskState
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.service import ServiceStats
 from agent.kubelet.wire import Reason
+from agent.nvml.event_watch import WorkerThread
 from agent.nvml.port import Sample
-from agent.nvml.worker_thread import WorkerThread
 from agent.telemetry import definitions as d
 from agent.telemetry.container_use import ContainerUse, Uses
 from agent.telemetry.containers import Attribution
 from agent.telemetry.definitions import Definition
-from agent.telemetry.process import ProcessUse
 from agent.telemetry.sampler import Sampler, TakenSample
 
 # Everything a scrape shows, read on the event loop at one moment and frozen.
@@ -266,6 +268,37 @@ def _compatible_values(each: ContainerUse) -> tuple[float | None, float | None, 
         use.memory / _MIB if _memory_known(each) else None,
         share.core_limit or 0.0,
         share.memory_limit / _MIB,
+    )
+
+
+# The agent's own use, from /proc: a few figures in base units.
+
+PROC_SELF = Path("/proc/self")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    resident_bytes: int
+    cpu_seconds: float
+    threads: int
+    open_fds: int
+    start_time: float  # seconds since 1970
+
+
+def read_process_use(proc: Path = PROC_SELF) -> ProcessUse:
+    """Read the figures of this process, see proc(5). Blocks a little: call it off the loop."""
+    stat = (proc / "stat").read_text(encoding="utf-8", errors="replace")
+    # The second field is the program's name in brackets and may hold blanks: count from behind it.
+    fields = stat.rpartition(")")[2].split()
+    threads, started_ticks, resident_pages = int(fields[17]), int(fields[19]), int(fields[21])
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+    return ProcessUse(
+        resident_bytes=resident_pages * os.sysconf("SC_PAGE_SIZE"),
+        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        threads=threads,
+        open_fds=sum(1 for _ in (proc / "fd").iterdir()),
+        start_time=time.time() - age,
     )
 
 

@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 import structlog
 
-from agent.kit.cell import Cell
+from agent.cluster.pods import PodCache
+from agent.kit.tasks import Cell
 from agent.model.modes import Mode
 from agent.telemetry.container_use import Uses
 from agent.telemetry.containers import Attribution
@@ -30,10 +30,6 @@ from agent.vgpu.folders import PERCENT, About, Place
 from agent.vgpu.isolation_errors import FolderUnusable, Problems
 from agent.vgpu.limits import ContainerLimits
 from agent.vgpu.room import Isolation
-
-if TYPE_CHECKING:
-    from agent.cluster.pods import PodCache
-
 
 # By how much learned device times are off, from outside: the observer of compute shares.
 #
@@ -433,7 +429,7 @@ _MOST_REPORTED = 1000
 class ComputeRequests:
     """Those of this node's pods."""
 
-    def __init__(self, pods: "PodCache | None", *, may_burst: bool) -> None:
+    def __init__(self, pods: PodCache | None, *, may_burst: bool) -> None:
         """`may_burst`: a burst counts only where a policy says who may write the annotation."""
         self._pods = pods
         self._may_burst = may_burst

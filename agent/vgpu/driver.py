@@ -16,18 +16,15 @@ import structlog
 
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import repeat
+from agent.kit.tasks import Cell, repeat
 from agent.model.cgroup import container_of
-from agent.model.demand import VGPU
-from agent.nvml.nvml_errors import NvmlError
-from agent.nvml.port import FIRST_WITH_MEMORY_LIMITS, NvmlPort
-from agent.nvml.worker_thread import WorkerThread
+from agent.model.pod import VGPU
+from agent.nvml.event_watch import WorkerThread
+from agent.nvml.port import FIRST_WITH_MEMORY_LIMITS, NvmlError, NvmlPort
 from agent.settings import HostSettings
-from agent.vgpu import memory_limits
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About
-from agent.vgpu.limits import ContainerLimits
+from agent.vgpu.limits import MEMORY_FILE, ContainerLimits, write_memory_devices
 from agent.vgpu.room import Isolation
 
 # Whether the driver itself can hold vGPU containers to their memory, and the CDI devices that have it do so.
@@ -60,7 +57,7 @@ class DriverFence:
         if not self._injector.limits_memory(uuid):
             return "containers get their GPUs without NVIDIA's hook for memory limits (own CDI specification)"
         if VGPU.blocks(state.gpu.memory_bytes) > self._most_units:
-            return f"{memory_limits.FILE} has not been written yet"
+            return f"{MEMORY_FILE} has not been written yet"
         return None
 
     @property
@@ -89,7 +86,7 @@ class DriverFence:
         if most > self._most_units and self._node_obstacle() is None:
             try:
                 await anyio.to_thread.run_sync(
-                    memory_limits.write, self._folder, most, abandon_on_cancel=True
+                    write_memory_devices, self._folder, most, abandon_on_cancel=True
                 )
             except OSError as error:
                 log.error("memory_limits_not_written", folder=str(self._folder), problem=str(error))

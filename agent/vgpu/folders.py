@@ -8,7 +8,7 @@ The key is made of the units that the container holds, which are its alone while
 kubelet's record shows again after a restart of the agent. Of a folder containers see two files only, each
 mounted by itself: `limits` read-only, `usage` as their own. Nothing that they can write is trusted: no path
 is followed, nothing is mapped, and a usage region that was made longer is cut back. Both files stay open here
-(`agent.vgpu.held`), so that their container cannot shut the agent out. All of it blocks.
+(`agent.vgpu.layout`), so that their container cannot shut the agent out. All of it blocks.
 """
 
 import errno
@@ -30,10 +30,8 @@ from agent.kit.files import label_for_pods
 from agent.model.modes import SEPARATOR
 from agent.model.pod import Metadata, Pod
 from agent.vgpu import layout
-from agent.vgpu.held import REFUSALS, HeldFiles, opened
 from agent.vgpu.isolation_errors import AccessRefused, BadLayout, FolderUnusable, OtherLayout
-from agent.vgpu.layout import CountedUsage, DeviceLimits
-from agent.vgpu.loaded import Entries
+from agent.vgpu.layout import REFUSALS, CountedUsage, DeviceLimits, Entries, HeldFiles, opened
 
 FOLDER = "limits"
 ABOUT, LIMITS, USAGE = "about.json", "limits", "usage"

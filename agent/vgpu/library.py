@@ -25,8 +25,8 @@ import structlog
 from agent.kit import files
 from agent.kit.files import label_for_pods, read_text
 from agent.vgpu.folders import FOLDER, LONGEST_ABOUT, About, key_of
-from agent.vgpu.held import REFUSALS, HeldFiles
 from agent.vgpu.isolation_errors import AccessRefused, FolderUnusable, LibraryUnusable
+from agent.vgpu.layout import REFUSALS, HeldFiles
 
 # The enforcement library on the host: where each container of this node gets its own copy from.
 

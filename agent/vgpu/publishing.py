@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from agent.kit.cell import Cell
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
+from agent.model.pod import VGPU
 from agent.telemetry import definitions as d
 from agent.telemetry.series import Series
 from agent.vgpu.compute import ComputeShare

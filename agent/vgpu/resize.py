@@ -17,11 +17,10 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from agent.kit.cell import Cell
-from agent.kit.tasks import repeat
+from agent.kit.tasks import Cell, repeat
 from agent.lists.shared_pair import SharedPair
-from agent.model.demand import VGPU
 from agent.model.holding import PairMember
+from agent.model.pod import VGPU
 from agent.pairing.resolver import PairRefused
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About

@@ -14,13 +14,10 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from agent.kit.cell import Cell
-from agent.kubelet.wire import Allocation
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
+from agent.kubelet.wire import Allocation, Mount
 from agent.model.holding import Growth, Holding, Record
-from agent.model.mount import Mount
-from agent.vgpu import memory_limits
-from agent.vgpu.contexts import Contexts
+from agent.model.pod import VGPU
 from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, Place, key_of
 from agent.vgpu.isolation_errors import (
     AccessRefused,
@@ -33,7 +30,7 @@ from agent.vgpu.isolation_errors import (
 )
 from agent.vgpu.layout import CountedUsage
 from agent.vgpu.library import IN_CONTAINER, PRELOAD_IN_CONTAINER, Copies, LibraryCopies
-from agent.vgpu.limits import ContainerLimits, Enforcement
+from agent.vgpu.limits import ContainerLimits, Contexts, Enforcement, memory_device
 
 log = structlog.get_logger()
 
@@ -345,7 +342,7 @@ class Isolation:
                 await anyio.to_thread.run_sync(self._make_room)
                 about = await anyio.to_thread.run_sync(self._made, about, context, library)
             self._become({**self.containers.value, key: ContainerLimits(about)})
-        devices = (memory_limits.device(len(about.ids)),) if about.driver else ()
+        devices = (memory_device(len(about.ids)),) if about.driver else ()
         return Allocation(mounts=self._mounts(key, about) if about.build else (), cdi_devices=devices)
 
     def _mounts(self, key: str, about: About) -> tuple[Mount, ...]:
@@ -447,7 +444,7 @@ class Isolation:
         return frozenset(key for _, key in keys.values())
 
     def _keep_up(self, containers: Mapping[str, ContainerLimits]) -> Mapping[str, str]:
-        """Have the files of containers be as they should, and open; see `agent.vgpu.held`.
+        """Have the files of containers be as they should, and open; see `agent.vgpu.layout`.
 
         Usage regions lie in the node's memory: one that its container made longer is cut back. Answers who
         keeps the agent from its files, and how.

@@ -1,38 +1,256 @@
 """The wing of vGPU: fractions of a GPU, with limits where they are enforced."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
 import anyio
+import anyio.to_thread
 import structlog
 
+from agent.cluster.pods import NamespaceLabels, PodCache
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.wire import Allocation, Reason, Refused, ResourcePlugin
 from agent.lists.shared_pair import SharedPair, SharedPairPlugin, Sharing, pairing_of, pairs_collector
 from agent.model.cuda import hooked, vgpu_warning
-from agent.model.demand import VGPU
 from agent.model.gpu import Driver, Gpu
 from agent.model.holding import Growth, Holding, PairMember, by_gpu
 from agent.model.holding import Place as PlaceOfContainer
 from agent.model.look import Look
 from agent.model.modes import Mode
+from agent.model.pod import VGPU
 from agent.modes.wing import Document, Machine, Node, Task, Wing
 from agent.nvml.port import NvmlPort
 from agent.pairing.pair_rules import Grant
 from agent.settings import Settings
 from agent.telemetry import definitions as d
 from agent.telemetry.series import Series
-from agent.vgpu import library, memory_limits
-from agent.vgpu.folders import FOLDER, Place, roots
-from agent.vgpu.limits import Enforcement
-from agent.vgpu.node_limits import NodeLimits
+from agent.vgpu import library
+from agent.vgpu.avoidance import Avoidance
+from agent.vgpu.compute import Compute, ComputeRequests, release, work_of
+from agent.vgpu.driver import DriverFence, DriverLimits
+from agent.vgpu.events import LimitEvents
+from agent.vgpu.folders import FOLDER, About, LimitFolders, Place, roots
+from agent.vgpu.isolation_errors import IsolationError
+from agent.vgpu.library import IMAGE_FILE
+from agent.vgpu.limits import MEMORY_FILE, Enforcement, NamespaceEnforcement, context_bytes
+from agent.vgpu.publishing import Publisher
+from agent.vgpu.resize import ANNOTATION as RESIZE
+from agent.vgpu.resize import FreeUnits, Resizer
+from agent.vgpu.room import Isolation
+from agent.vgpu.watch import LimitWatch, round_of
 
-# vGPU: fractions of a GPU as `tencent.com/vcuda-core` and `tencent.com/vcuda-memory`.
+# The limits of this node's vGPU containers as one: begun when the first GPU is offered as vGPU.
+#
+# Until then nothing of them is on the host, and no task runs. Where containers were given limits before the
+# agent started they are begun at once: units that containers have grown by must be on no list. With
+# enforcement switched off they begin for these alone: no container gets new ones, but the kubelet repeats the
+# mounts of the old ones after a reboot, and the library refuses memory without the files. They go with their
+# containers.
 
 log = structlog.get_logger()
+
+# Beginning reads some small files; a disk that hangs would keep Allocate, and a stop, waiting.
+BEGIN_SECONDS = 15.0
+
+
+class NodeLimits:
+    """Complete from the start; `begin` puts them in force."""
+
+    def __init__(self, node: Node) -> None:
+        settings, host = node.settings, node.settings.host
+        self._node = node
+        self.enforcement = Enforcement(settings.vgpu.enforcement)
+        self.begun = False
+        self._turn = anyio.Lock()
+        self._pods = node.cluster.pods if node.cluster else None
+        self._labels = NamespaceLabels(node.cluster.api) if node.cluster else None
+        self._namespaces = NamespaceEnforcement(self._labels)
+        compute = settings.vgpu.compute
+        self.isolation = Isolation(
+            LimitFolders(Path(host.run)),
+            Path(settings.vgpu.library or IMAGE_FILE),
+            Path(host.state),
+            self.enforcement,
+            node.holdings.cell,
+            self._namespaces.of,
+            compute=compute != "off",
+            expected=self._expected_context,
+        )
+        requests = ComputeRequests(self._pods, may_burst=settings.vgpu.resize)
+        self._compute = (
+            Compute(self.isolation, requests.of, soft=compute == "soft") if compute != "off" else None
+        )
+        self._events = LimitEvents(self.isolation, node.recorder)
+        ends = settings.vgpu.above_cap == "end"
+        self._watch = LimitWatch(self.isolation, self._events, Path(host.proc), ends, self._container_ids)
+        self.publisher = Publisher(
+            self.isolation, self._events, self._watch, self._compute.shares if self._compute else None
+        )
+        self._driver = DriverFence(host, node.snapshot, node.injector)
+        self._avoidance = Avoidance(settings, self._pods)
+
+    async def given_before(self) -> bool:
+        """Whether containers were given limits that may still run."""
+        host = self._node.settings.host
+        return await anyio.to_thread.run_sync(_given_before, Path(host.state), Path(host.run))
+
+    async def begin(self) -> None:
+        """Put the limits in force, if they are not yet. An Allocate that is cut off does not stop it.
+
+        Raises TimeoutError, and what beginning raises: the next call does it again.
+        """
+        if self.begun:
+            return
+        async with self._turn:
+            if not self.begun:
+                with anyio.move_on_after(BEGIN_SECONDS, shield=True):
+                    await self._begin()
+            if not self.begun:
+                raise TimeoutError(
+                    f"the limits of vGPU containers were not there within {BEGIN_SECONDS:g} s; look whether "
+                    "the folders host.state and host.run answer"
+                )
+
+    async def _begin(self) -> None:
+        await self.isolation.start()
+        if self.enforcement is not Enforcement.OFF:
+            await self._begin_compute()
+            await self._driver.start()
+            self.publisher.take_up()
+        self.begun = True
+
+    def tasks(self, shares: SharedPair) -> list[Task]:
+        """The tasks that keep limits in force once they have begun."""
+        node, settings = self._node, self._node.settings.vgpu
+        found = [
+            Task("limits", self.isolation.run),
+            Task("grown units", partial(self._follow_growth, shares)),
+        ]
+        if self.enforcement is Enforcement.OFF:
+            return found
+        if self._labels:
+            found.append(Task("namespace watch", self._labels.reflector.run))
+        if self._compute:
+            found.append(Task("compute shares", self._compute.run))
+        found += [
+            Task("limit sweep", self._sweep),
+            Task("limits published", self.publisher.run),
+            Task("driver fence", partial(self._driver.run, node.injector.looked)),
+        ]
+        if self._pods:
+            changes, cgroups = self._pods.reflector.items, Path(node.settings.host.cgroups)
+            limits = DriverLimits(
+                self.isolation, (node.nvml, node.calls), cgroups, self._container_ids, self._events
+            )
+            found.append(Task("driver limits", partial(limits.run, changes)))
+            if settings.resize:
+                resizer = Resizer(self.isolation, FreeUnits(shares), self._events, self._watch)
+                requests = partial(_resize_annotations, self._pods)
+                found.append(Task("resizes", partial(resizer.run, changes, requests)))
+        elif settings.resize:
+            log.warning("resize_unavailable", problem="without the Kubernetes API nobody can ask for it")
+        return found
+
+    async def _begin_compute(self) -> None:
+        if self._compute is None:
+            await anyio.to_thread.run_sync(release, self.isolation, abandon_on_cancel=True)
+        elif not self.enforcement.enforces:
+            log.warning(
+                "compute_not_enforced",
+                problem="shares of compute are kept by the enforcement library, which containers do not get",
+                remedy="set vgpu.enforcement to library or strict",
+            )
+
+    async def additions(self, member: PairMember, grant: Grant) -> Allocation:
+        """Files and devices of a container's limits, beside the answer for its memory. Raises Refused.
+
+        Whole GPUs need no fence: nobody else is on them.
+        """
+        if member is not PairMember.MEMORY or grant.demand.whole:
+            return Allocation()
+        await self._namespaces.known()
+        ways: tuple[str, ...] = ()
+        if self.isolation.policy(grant.pod.namespace).enforces:
+            ways = await self._avoidance.ways(grant.pod, grant.container)
+        request = About(
+            grant.pod.uid,
+            grant.pod.namespace,
+            grant.pod.name,
+            grant.container,
+            grant.gpus[0],
+            tuple(sorted(grant.ids)),
+            len(grant.ids) * VGPU.block_bytes,
+            grant.demand.cores,
+            avoidable=ways,
+            driver=self._driver.obstacle(grant.gpus[0]) is None,
+        )
+        try:
+            return await self.isolation.admit(request)
+        except IsolationError as error:
+            text = f"the memory of container {grant.container} cannot be capped: {error}"
+            raise Refused(text, Reason.UNAVAILABLE) from error
+
+    @property
+    def problem(self) -> str | None:
+        """Why containers start without the library, though they should have it; None: they have it."""
+        return self.isolation.libraries.problem if self.begun and self.enforcement.enforces else None
+
+    def fences(self) -> Mapping[str, bool]:
+        """Which fences new containers get."""
+        library = self.enforcement.enforces and self.isolation.libraries.problem is None
+        driver = self.enforcement.enforces and self._driver.holds
+        return {"driver": driver, "library": library, "sweep": self.publisher.sweeps}
+
+    def enforced(self) -> str:
+        """Whether containers are kept to their shares, see agent.status.report."""
+        return word_of(self.fences(), computes=self._compute is not None)
+
+    async def _sweep(self) -> None:
+        """Have each round of samples looked at, for ever."""
+        async for now in self._node.uses.values():
+            if self._compute:
+                self._compute.measured(work_of(now))
+            await self._watch.look(round_of(now))
+
+    async def _follow_growth(self, shares: SharedPair) -> None:
+        """Keep units that containers have grown by out of the pools until these are gone, for ever."""
+        async for _ in self.isolation.containers.values():
+            shares.restock()
+            grown = self.isolation.growth()
+            if grown != self._node.grown.value:
+                self._node.grown.publish(grown)
+
+    def _expected_context(self, gpu: str) -> int:
+        state = self._node.snapshot.value.by_uuid.get(gpu)
+        return context_bytes(state.gpu.product) if state else 0
+
+    def _container_ids(self, about: About) -> list[str]:
+        """The runtime's ID of a container, by its pod's status."""
+        pod = self._pods.pods().get(about.uid) if self._pods else None
+        return [each for each, name in pod.container_names.items() if name == about.container] if pod else []
+
+
+def word_of(fences: Mapping[str, bool], *, computes: bool) -> str:
+    """The word of agent.status.report for these fences; `computes`: the library enforces compute, too."""
+    if computes and fences["library"]:
+        return "yes"
+    return "memory" if fences["driver"] or fences["library"] else "no"
+
+
+def _resize_annotations(pods: PodCache) -> Mapping[str, str]:
+    found = {uid: pod.metadata.annotations.get(RESIZE) for uid, pod in pods.pods().items()}
+    return {uid: text for uid, text in found.items() if text is not None}
+
+
+def _given_before(state: Path, run: Path) -> bool:
+    return any((state / "limits").glob("*.json")) or any(any(each.glob("*")) for each in roots(run).values())
+
+
+# vGPU: fractions of a GPU as `tencent.com/vcuda-core` and `tencent.com/vcuda-memory`.
 
 
 class VgpuPlugin(SharedPairPlugin):
@@ -141,11 +359,11 @@ class VgpuWing(Wing):
         host = settings.host
         state = Path(host.state)
         limits = (state / FOLDER, *roots(Path(host.run)).values())
-        return (state / library.LIBRARY_FOLDER, *limits, Path(host.cdi) / memory_limits.FILE)
+        return (state / library.LIBRARY_FOLDER, *limits, Path(host.cdi) / MEMORY_FILE)
 
     @classmethod
     async def build(cls, node: Node) -> Self:
-        """Limits begin at once where containers have some already; see `agent.vgpu.node_limits`."""
+        """Limits begin at once where containers have some already; see `agent.vgpu.wing`."""
         made = cls(node)
         if await made.limits.given_before():
             await made.limits.begin()

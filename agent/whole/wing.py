@@ -6,14 +6,23 @@ from typing import ClassVar, Self
 from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.wire import Allocation, Refused, ResourcePlugin
 from agent.lists.single import SingleResource
-from agent.model.claim_device import ClaimedShare
 from agent.model.holding import Holder
-from agent.model.modes import SEPARATOR, Assignment, BadDeviceId, DeviceId, GpuMode, Mode, parse
+from agent.model.modes import (
+    REPLICA,
+    SEPARATOR,
+    WHOLE,
+    Assignment,
+    BadDeviceId,
+    DeviceId,
+    GpuMode,
+    Mode,
+    parse,
+)
 from agent.model.placement import choose
-from agent.model.units import REPLICA, WHOLE
+from agent.model.resource_claim import ClaimedShare
 from agent.modes.wing import Node, NotYet, Wing
 
 # pGPU: whole GPUs as `nvidia.com/gpu`, one device ID for each, the GPU's UUID.

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import PodDemand, pod_demand
-from agent.model.demand import CORES, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import USUAL, PlacementPolicy
-from agent.model.pod import Container
+from agent.model.pod import CORES, VGPU, Container
 from tests.pods import a_pod
 
 MEMORY_MIB = 80 << 10

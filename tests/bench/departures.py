@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.model.demand import CORES
 from agent.model.placement import USUAL
+from agent.model.pod import CORES
 from tests.bench.arrivals import BLOCKS
 
 GPUS, NODES, PODS, SEEDS = 8, 4, 1500, 6

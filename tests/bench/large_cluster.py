@@ -16,9 +16,9 @@ import anyio
 import anyio.to_thread
 import yaml
 
-from agent.model.demand import CORES, VGPU
 from agent.model.node_inventory import INVENTORY, encode
 from agent.model.placement import HINT, USUAL
+from agent.model.pod import CORES, VGPU
 from tests.bench import arrivals
 from tests.bench.conditions import ROOT, Conditions, short_folder
 from tests.component.extender.api import ClusterApi, Object

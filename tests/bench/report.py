@@ -59,11 +59,12 @@ async def run(
 ) -> list[Row]:
     """Take every measurement; one that fails gives rows with its error and stops no other."""
     rows: list[Row] = []
+    begun = anyio.current_time()
     after = await anyio.to_thread.run_sync(calibrated)
     for one in measurements:
         before = after
         names = ", ".join(figure.name for figure in one.figures)
-        print(f"... {names}", file=sys.stderr, flush=True)
+        print(f"... after {anyio.current_time() - begun:.0f} s: {names}", file=sys.stderr, flush=True)
         try:
             taken = await one.take(conditions)
             missing = {figure.name for figure in one.figures} ^ set(taken)

@@ -1,7 +1,7 @@
 """The platform's ConfigMaps: right by the rules, the same in chart and folder."""
 
 from agent.check.configmaps import Found, faults
-from agent.model.demand import MPS, VGPU
+from agent.model.pod import MPS, VGPU
 from tests.chart import helm, platform
 
 RESOURCES = {"nvidia.com/gpu", VGPU.core, VGPU.memory, MPS.core, MPS.memory}

@@ -442,10 +442,27 @@ def test_rights_are_written_down() -> None:
         for resource, names in verbs(role).items():
             granted.setdefault((accounts[ending], resource), set()).update(names)
     told: dict[tuple[str, str], set[str]] = {}
-    for account, resource, words, why in rows("## Rights in the cluster"):
-        assert why
-        told.setdefault((account, resource), set()).update(words.split(", "))
+    for account, rights in rows("## Rights in the cluster"):
+        for right in rights.split("; "):
+            found = re.fullmatch(r"(`.+`): ([^()]+)(?: \(.+\))?", right)
+            assert found, right
+            resources, words = found.groups()
+            for resource in re.findall(r"`([^`]+)`", resources):
+                told.setdefault((account.split(",")[0], resource), set()).update(words.split(", "))
     assert told == granted
+
+
+def test_each_rule_has_its_reason_beside_it() -> None:
+    """A comment above it, in the templates to which the page sends its readers."""
+    bare = []
+    for file in (helm.CHART / "templates").glob("*.yaml"):
+        lines = [line for line in file.read_text().splitlines() if "{{-" not in line]
+        bare += [
+            f"{file.name}: {lines[number + 1].strip()}"
+            for number, line in enumerate(lines)
+            if line.startswith("  - apiGroups:") and not lines[number - 1].lstrip().startswith("#")
+        ]
+    assert not bare
 
 
 def rows(heading: str) -> list[list[str]]:

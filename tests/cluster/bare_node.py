@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.injection.specification import FILE
+from agent.injection.toolkit import FILE
 from tests.cluster import manifests, toolkit
 from tests.cluster.build.container_toolkit import container_toolkit
 from tests.cluster.build.libc_images import build

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-from agent.model.units import units
+from agent.model.modes import units
 from tests.cluster.api import Object
 from tests.cluster.claims_node import gpu_of
 from tests.cluster.real_rig import RESOURCES

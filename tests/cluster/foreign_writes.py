@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from agent.node.taint import TAINT
+from agent.node.capacity import TAINT
 from tests.cluster.rig import NODE
 
 OTHER = "node2"

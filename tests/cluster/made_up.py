@@ -3,10 +3,10 @@
 import time
 from typing import Any
 
-from agent.model.demand import CORES, VGPU
+from agent.model.modes import ResourcePair
 from agent.model.node_inventory import INVENTORY, encode
 from agent.model.placement import ASSIGNED, HINT
-from agent.model.units import ResourcePair
+from agent.model.pod import CORES, VGPU
 from tests.bench import arrivals
 from tests.cluster.rig import Cluster
 

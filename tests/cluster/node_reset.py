@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from agent.model.node_inventory import INVENTORY
-from agent.modes import cordons
+from agent.modes import withholding
 from agent.node.annotations import HOLDERS
 from agent.node.conditions import MODE_LABEL, STATE_ANNOTATION
 from tests.cluster.rig_node import RigNode
@@ -23,7 +23,7 @@ def forget_resources(cluster: RigNode, labels: Iterable[str]) -> None:
     foreign = {name: None for name in status["capacity"] if "/" in name}
     cluster.api.merge_patch(f"{node}/status", {"status": {"capacity": foreign, "allocatable": foreign}})
     # A cordon is what a test leaves that fails between.
-    annotations = dict.fromkeys((STATE_ANNOTATION, INVENTORY, HOLDERS, cordons.ANNOTATION))
+    annotations = dict.fromkeys((STATE_ANNOTATION, INVENTORY, HOLDERS, withholding.ANNOTATION))
     # The taint is what an agent leaves that is killed in mid-switch.
     metadata = {"labels": dict.fromkeys((*labels, MODE_LABEL)), "annotations": annotations}
     cluster.api.merge_patch(node, {"metadata": metadata, "spec": {"taints": None}})

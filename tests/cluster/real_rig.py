@@ -55,6 +55,7 @@ class RealRig(RigBase):
         self.kubelet_root = cluster.kubelet_root
         self.cdi_folder = cluster.cdi_dir
         self.wiping_seconds = WIPING_SECONDS
+        self.watch_seconds = 5.0
         machine.write_sysfs(folder / "sys")
         toolkit.make_device_nodes(folder, self._minors)
         toolkit.write_cdi_spec(cluster.cdi_dir, folder, self._minors)

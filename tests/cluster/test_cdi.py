@@ -13,7 +13,7 @@ from pathlib import Path
 
 import anyio
 
-from agent.injection.specification import KIND
+from agent.injection.toolkit import KIND
 from tests.cluster import toolkit
 from tests.cluster.bare_node import Bare, bare, images, thread
 from tests.cluster.build.libc_images import GLIBC_IMAGE, MUSL_IMAGE

@@ -14,8 +14,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.injection.specification import FILE, LIMITS_HOOK
-from agent.vgpu import memory_limits
+from agent.injection.toolkit import FILE, LIMITS_HOOK
+from agent.vgpu.limits import LIMIT_VARIABLE, REQUEST_VARIABLE
 from tests.cluster import manifests, toolkit
 from tests.cluster.build.container_toolkit import container_toolkit
 from tests.cluster.real_rig import RealRig, real_rig
@@ -24,7 +24,7 @@ from tests.scenarios import vgpu
 
 HOOK = "nvidia-cdi-hook"
 SERVING = "615.43.02"
-FORGED = {memory_limits.LIMIT: "999999", memory_limits.REQUEST: "999999"}
+FORGED = {LIMIT_VARIABLE: "999999", REQUEST_VARIABLE: "999999"}
 
 
 def tools(folder: Path) -> Path:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from agent.model.demand import CORES, VGPU
 from agent.model.placement import HINT, USUAL
+from agent.model.pod import CORES, VGPU
 from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts
 from tests.cluster.extender_process import Replica

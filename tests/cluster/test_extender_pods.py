@@ -13,8 +13,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.model.demand import WAITING_FOR_GPU
 from agent.model.placement import ASSIGNED, HINT
+from agent.model.pod import WAITING_FOR_GPU
 from agent.simulator.kubelet.pod_specs import Phase, PodSpec
 from tests.cluster import extender_process
 from tests.cluster.build import Parts

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.model.demand import CORES, MPS
 from agent.model.placement import ASSIGNED, HINT
+from agent.model.pod import CORES, MPS
 from tests.chart import helm
 from tests.cluster import made_up
 from tests.cluster.api import ApiError

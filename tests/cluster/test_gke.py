@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent.injection.specification import FILE
+from agent.injection.toolkit import FILE
 from tests.cluster import manifests, toolkit
 from tests.cluster.build import agent_image
 from tests.cluster.build.libc_images import GLIBC_IMAGE, build

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from agent.extender.lease import LABEL
-from agent.model.demand import WAITING_FOR_GPU
 from agent.model.placement import HINT
+from agent.model.pod import WAITING_FOR_GPU
 from tests.chart import helm
 from tests.cluster import manifests
 from tests.cluster.accounts import acting_as

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import anyio
 import pytest
 
-from agent.model.demand import VGPU
+from agent.model.pod import VGPU
 from agent.simulator.kubelet.pod_specs import Phase
 from tests.cluster.real_rig import RealRig, real_rig
 from tests.cluster.rig import Cluster

@@ -9,8 +9,8 @@ from kubernetes_asyncio.config.kube_config import load_kube_config
 
 from agent.cluster import lean
 from agent.cluster.api import ApiRefused, KubeApi
-from agent.cluster.node import NodeObject
-from agent.node.taint import EFFECT, TAINT
+from agent.cluster.node import OwnNode
+from agent.node.capacity import EFFECT, TAINT
 from tests.cluster.rig import Cluster
 
 OURS, THEIRS = {"key": TAINT, "effect": EFFECT}, {"key": "example.com/a", "effect": "NoExecute", "value": "1"}
@@ -47,24 +47,24 @@ async def test_our_taint_stands_between_those_of_others(
     await load_kube_config(str(cluster.kubeconfig), client_configuration=configured)
     api = KubeApi(configured, lean.rest_client(configured))
     try:
-        node = NodeObject(api, cluster.node)
+        node = OwnNode(api, cluster.node)
         async with anyio.create_task_group() as group:
             group.start_soon(node.reflector.run)
             with anyio.fail_after(20):
                 await node.reflector.items.wait_for(bool)
             # From here on it sees its own writes by their answers only.
             group.cancel_scope.cancel()
-        await node.set_taint(TAINT, EFFECT, present=True)
-        await node.set_taint(TAINT, EFFECT, present=True)
+        await node.write_taint(TAINT, EFFECT, present=True)
+        await node.write_taint(TAINT, EFFECT, present=True)
         assert await taints() == [OURS]
-        await node.set_taint(TAINT, EFFECT, present=False)
-        await node.set_taint(TAINT, EFFECT, present=False)
+        await node.write_taint(TAINT, EFFECT, present=False)
+        await node.write_taint(TAINT, EFFECT, present=False)
         assert (await taints(), calls) == ([], [])
         await foreign(THEIRS)
-        await node.set_taint(TAINT, EFFECT, present=True)
+        await node.write_taint(TAINT, EFFECT, present=True)
         assert (await taints(), calls) == ([THEIRS, OURS], [422])
         await foreign(OURS)
-        await node.set_taint(TAINT, EFFECT, present=False)
+        await node.write_taint(TAINT, EFFECT, present=False)
         assert (await taints(), calls) == ([], [422, 422])
     finally:
         await api.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent.cleanup.request import REPORT, REQUEST
-from agent.node.taint import EFFECT, TAINT
+from agent.node.capacity import EFFECT, TAINT
 from tests.chart import helm
 from tests.chart.documents import commands
 from tests.cluster import manifests, scraping

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from agent.check.host import HostFiles
+from agent.check.injection import own_specification
+from agent.check.kubelet import facts_of
 from agent.check.look import GOOD, NOT_SEEN, WRONG, NodeVerdict, verdict
 from agent.check.node_check import Observation, look
-from agent.check.own_specification import own_specification
-from agent.check.software import facts_of
 from agent.cluster.node import ApiNode
 from agent.model.look import Look, Severity
 from agent.settings import load

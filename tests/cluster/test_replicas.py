@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.model.demand import CORES
 from agent.model.placement import HINT
+from agent.model.pod import CORES
 from tests.cluster import extender_process, made_up
 from tests.cluster.api import Object
 from tests.cluster.build import Parts

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from agent.model.demand import MPS, VGPU
+from agent.model.pod import MPS, VGPU
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from tests.cluster import toolkit
 from tests.cluster.agent_process import REPOSITORY

@@ -56,6 +56,7 @@ class EmbeddedRig(RigBase):
         self.kubelet_root = self.kubelet.root
         self.cdi_folder = folder / "cdi"
         self.wiping_seconds = timings.wiping
+        self.watch_seconds = 1.0 + 2 * status_tick
         (folder / "cdi").mkdir()
         toolkit.write_cdi_spec(folder / "cdi", folder, self._minors)
         self._pids: dict[tuple[str, str], int] = {}  # pod UID, container

@@ -9,9 +9,6 @@ from tests.component.cluster.server import client
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.component.extender.replicas import Scheduler, leader
 
-# One replica on a machine that is busy: nobody waits for its lease.
-LEASE = {"lease.durationSeconds": 120, "lease.renewSeconds": 100, "lease.retrySeconds": 1}
-
 
 class _Asked:
     """Requests of the scheduler to the extender; one that cannot be asked leaves the pod for another try."""
@@ -53,7 +50,7 @@ async def extended_rig(status_tick: float = 0.5) -> AsyncIterator[EmbeddedRig]:
     """As `embedded_rig`; the extender leads before the agent has been started."""
     async with (
         embedded_rig(status_tick=status_tick) as rig,
-        leader(_Connected(f"http://127.0.0.1:{rig.http.port}"), **LEASE) as replica,
+        leader(_Connected(f"http://127.0.0.1:{rig.http.port}"), **{"lease.retrySeconds": 1}) as replica,
     ):
         rig.kubelet.scheduler.extender = _Asked(rig, replica)
         try:

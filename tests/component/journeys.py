@@ -27,9 +27,8 @@ from anyio._backends._asyncio import Event
 import agent
 from agent.app.run import running
 from agent.cluster.reflector import Reflector
-from agent.kit.cell import Cell
-from agent.kit.tasks import Mailbox
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell, Mailbox
+from agent.model.pod import VGPU
 from agent.simulator.demo.stage import Stage, stage
 from agent.simulator.kubelet import ContainerSpec, PodSpec
 from agent.simulator.nvml import SimulatedNvml

@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from tests.component.agent_runs import run_in
 from tests.component.kubelet_room.parts import GPU, eventually

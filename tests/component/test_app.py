@@ -14,7 +14,7 @@ from agent.app import run as app
 from agent.app.agent import Agent
 from agent.holdings import holdings
 from agent.kit.tasks import FatalError
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from agent.settings import ClusterSettings, HostSettings, HttpSettings, Kubelet, Settings
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec

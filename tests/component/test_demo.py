@@ -194,7 +194,7 @@ async def test_demo_ends_with_the_page_when_asked(monkeypatch: pytest.MonkeyPatc
 
     def read() -> dict[str, Any]:
         address = next(line for line in out.getvalue().splitlines() if "http://127.0.0.1:" in line).strip()
-        with urllib.request.urlopen(f"{address}view", timeout=10) as answer:
+        with urllib.request.urlopen(f"{address}view", timeout=scaled(10)) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
 

@@ -9,7 +9,7 @@ import pytest
 
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.status.client import ask
-from agent.vgpu.memory_limits import LIMIT, REQUEST
+from agent.vgpu.limits import LIMIT_VARIABLE, REQUEST_VARIABLE
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.component.test_isolation import WAIT_SECONDS, folders, serving
 from tests.scenarios import vgpu
@@ -54,7 +54,10 @@ def node_with(rig: EmbeddedRig, *, driver: str, unified: bool, hook: bool) -> Ma
 
 def pod_with_values_of_its_own() -> PodSpec:
     limits = {vgpu.CORE: 30, vgpu.MEMORY: 40}
-    return PodSpec("share", (ContainerSpec("main", limits, env={LIMIT: "999999", REQUEST: "999999"}),))
+    return PodSpec(
+        "share",
+        (ContainerSpec("main", limits, env=dict.fromkeys((LIMIT_VARIABLE, REQUEST_VARIABLE), "999999")),),
+    )
 
 
 @pytest.mark.timeout(400)
@@ -75,7 +78,9 @@ async def test_the_driver_s_limit_is_asked_for_with_all_facts_alone(
         await vgpu.running(rig, pod)
         armed = driver == SERVING and unified and hook
         given = await rig.container_environment(pod, "main")
-        assert (given[LIMIT], given[REQUEST]) == (("10240", "0") if armed else ("999999", "999999"))
+        assert (given[LIMIT_VARIABLE], given[REQUEST_VARIABLE]) == (
+            ("10240", "0") if armed else ("999999", "999999")
+        )
         fences = ["driver", "library", "sweep"] if armed else ["library", "sweep"]
         await rig._wait(
             lambda: (
@@ -107,5 +112,5 @@ async def test_a_node_that_serves_keeps_no_container_under_report() -> None:
         await serving(rig, **facts, **{"vgpu.enforcement": "report"})
         pod = pod_with_values_of_its_own()
         await vgpu.running(rig, pod)
-        assert (await rig.container_environment(pod, "main"))[LIMIT] == "999999"
+        assert (await rig.container_environment(pod, "main"))[LIMIT_VARIABLE] == "999999"
         assert not folders(rig)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from agent.simulator.machine import SimulatedMachine
 from tests.component.caps.conftest import CACHE
 from tests.gpu import parting as module

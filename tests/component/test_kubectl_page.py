@@ -14,6 +14,7 @@ from agent.kubectl.cluster import cluster_view
 from agent.kubectl.kube import KubectlFailed
 from tests.browser import Tab, browser, served
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
+from tests.pace import scaled
 from tests.scenarios.skeleton import gpu_pod, running
 
 QUIET = {"health.kernelLog": None}
@@ -25,7 +26,9 @@ def view_of(rig: EmbeddedRig) -> Any:
 
     def get(path: str) -> Any:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{rig.http.port}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{rig.http.port}{path}", timeout=scaled(10)
+            ) as answer:
                 return json.load(answer)
         except urllib.error.URLError as error:
             raise KubectlFailed(str(error)) from error
@@ -66,7 +69,7 @@ async def same(rig: EmbeddedRig, tab: Tab) -> None:
     """Wait until the page shows what `status` shows."""
     wanted: list[str] = []
     tiles: list[str] = []
-    with anyio.move_on_after(20):
+    with anyio.move_on_after(scaled(20)):
         while not wanted or wanted != tiles:
             wanted = [by_status(gpu) for gpu in (await status(rig))["gpus"]]
             tiles = [each.replace(" -> ", "") for each in await tab.value(TILES)]

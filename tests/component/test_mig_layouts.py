@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.pace import scaled

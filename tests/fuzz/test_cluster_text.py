@@ -7,7 +7,6 @@ import msgspec
 from agent.extender.fleet import Fleet, LedgerNode
 from agent.extender.objects import read_node, read_pod
 from agent.extender.pod_demand import pod_demand
-from agent.model.demand import MPS, VGPU, Demand
 from agent.model.holding import Holder, Holding, Ledger, PairHoldings, UnitPool
 from agent.model.modes import FOREIGN_VALUES, BadDeviceId, Mode, parse
 from agent.model.node_inventory import INVENTORY, BadInventory, Entry, GpuEntry, NodeInventory, decode, encode
@@ -23,7 +22,7 @@ from agent.model.placement import (
     place,
     policy_of,
 )
-from agent.model.pod import Container, Pod
+from agent.model.pod import MPS, VGPU, Container, Demand, Pod
 from agent.modes.desired import FOREIGN_LABELS, LABEL, NOTHING, ModeCatalog
 from agent.modes.planner import decide
 from tests.fuzz.campaign import Campaign

@@ -16,11 +16,10 @@ from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import GROUP_LABEL
 from agent.extender.pod_demand import pod_demand
 from agent.extender.verdicts import Verdicts
-from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import HINT, POLICY, PlacementPolicy
-from agent.model.pod import Container
+from agent.model.pod import VGPU, Container
 from agent.web.server import HttpRequest, HttpServer
 from tests.fuzz.campaign import Campaign
 from tests.pods import a_pod

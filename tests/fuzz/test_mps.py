@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from agent.mps import parse
+from agent.mps import control_commands
 from agent.mps.daemon_logs import ServerLog, Tail, writer
 from agent.mps.mps_errors import MpsError
 from tests.fuzz.campaign import Campaign
@@ -39,15 +39,15 @@ WORDS = (
 def test_control_daemon_answers(campaign: Campaign) -> None:
     def act(data: bytes) -> str:
         text = data.decode(errors="replace").strip()
-        parts, default = parse.parts(text)
+        parts, default = control_commands.parts(text)
         assert default is None or 0 <= default < 1000
         for each in (text, *parts):
-            assert all(0 <= pid < 1 << 34 for pid in parse.pids(each))
-            percentage = parse.percentage(each)
+            assert all(0 <= pid < 1 << 34 for pid in control_commands.pids(each))
+            percentage = control_commands.percentage(each)
             assert percentage is None or 0 <= percentage <= 100
-            assert isinstance(parse.server_state(each), parse.ServerState)
+            assert isinstance(control_commands.server_state(each), control_commands.ServerState)
         try:
-            parse.check("get_server_list", text)
+            control_commands.check("get_server_list", text)
         except MpsError:
             return "refused"
         return "read"

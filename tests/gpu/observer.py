@@ -12,8 +12,7 @@ import anyio
 import anyio.to_thread
 
 from agent.nvml.binding import NvmlBinding
-from agent.nvml.nvml_errors import NvmlError
-from agent.nvml.port import SampleRequest
+from agent.nvml.port import NvmlError, SampleRequest
 from agent.vgpu.compute import corrected, rivals
 from tests.gpu.limits import Capped
 

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from agent.mps.binary import CONTROL, SERVER
-from agent.nvml import loading as nvml_library
+from agent.nvml import binding as nvml_library
 from agent.nvml.binding import NvmlBinding
 from tests.mps_binaries import SUITES, MpsBinaryMissing, both_programs
 

@@ -26,8 +26,7 @@ from agent.mps import processes
 from agent.mps.binary import Program
 from agent.mps.compute_mode import ComputeModes
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_parts import Options
-from agent.mps.daemon_status import DaemonState, EventReason
+from agent.mps.daemon_parts import DaemonState, EventReason, Options
 from agent.mps.directories import Directories
 from tests.gpu.limits import Capped, capped
 from tests.gpu.programs import LIBRARY, binding, lay_out, library_in_use, load

@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from agent.vgpu.contexts import context_bytes
+from agent.vgpu.limits import context_bytes
 from tests.cuda_double.program import Program, program
 from tests.gpu.filling import HELPERS
 from tests.gpu.kernels import WORK

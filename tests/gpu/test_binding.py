@@ -9,8 +9,7 @@ import pytest
 
 from agent.model.gpu import Driver, Gpu
 from agent.nvml.binding import NvmlBinding
-from agent.nvml.nvml_errors import NvmlNotSupported
-from agent.nvml.port import PcieLevel
+from agent.nvml.port import NvmlNotSupported, PcieLevel
 from tests.gpu.programs import binding
 
 pytestmark = pytest.mark.gpu

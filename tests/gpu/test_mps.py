@@ -7,8 +7,8 @@ import anyio.to_thread
 import pytest
 
 from agent.model.cuda import limits
-from agent.mps.daemon_status import DaemonState, EventReason
-from agent.mps.parse import ServerState
+from agent.mps.control_commands import ServerState
+from agent.mps.daemon_parts import DaemonState, EventReason
 from agent.nvml.port import ComputeMode
 from tests.gpu.cuda import ILLEGAL_ADDRESS, OUT_OF_MEMORY
 from tests.gpu.programs import binding

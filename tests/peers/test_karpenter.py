@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.model.demand import CORES, VGPU
 from agent.model.node_inventory import INVENTORY, encode
+from agent.model.pod import CORES, VGPU
 from tests.bench import arrivals
 from tests.cluster import extender_process, made_up
 from tests.cluster.build import Parts

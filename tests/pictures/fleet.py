@@ -14,9 +14,9 @@ import anyio
 import anyio.to_thread
 import yaml
 
-from agent.model.claim_device import device_name
-from agent.model.demand import MPS, VGPU
 from agent.model.modes import SHARES, WHOLE_GPUS
+from agent.model.pod import MPS, VGPU
+from agent.model.resource_claim import device_name
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodClaim, PodSpec
 from agent.simulator.state import ProcessKind
 from tests.component.dra.test_door import asking, device_class

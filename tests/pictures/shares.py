@@ -7,9 +7,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agent.model.demand import MPS, VGPU
-from agent.model.modes import PAIRS, Mode
-from agent.model.units import ResourcePair
+from agent.model.modes import PAIRS, Mode, ResourcePair
+from agent.model.pod import MPS, VGPU
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from agent.status import client
 from agent.web.control import NAME

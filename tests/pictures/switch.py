@@ -2,7 +2,7 @@
 
 import anyio
 
-from agent.model.demand import VGPU
+from agent.model.pod import VGPU
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.component.embedded_rig import embedded_rig
 from tests.pictures.svg import MODES

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio.to_thread
 
+from tests.pace import scaled
 from tests.scenarios.rig import Rig
 
 
@@ -29,7 +30,7 @@ async def page(rig: Rig, path: str) -> tuple[int, str]:
 
     def ask() -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=scaled(10)) as reply:
                 return int(reply.status), reply.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -8,14 +8,24 @@ from collections.abc import Mapping
 import anyio
 
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
-from tests.scenarios.mode_node import COUNTED, GPUS, REQUESTS, ModeNode, mode_node
+from tests.scenarios.mode_node import COUNTED, REQUESTS, ModeNode, mode_node
 from tests.scenarios.rig import Rig
 
 # What an init container asks for that has more than the app container after it.
 MORE: Mapping[str, Mapping[str, int]] = {
     mode: {resource: 2 * amount for resource, amount in limits.items()} for mode, limits in REQUESTS.items()
 }
-NEXT = {"pgpu": "vgpu", "vgpu": "mps", "mps": "pgpu"}
+# Each mode gives its GPUs to another; of those it had its init containers hold all but one.
+PLACES = ("0-3", "4-5", "rest")
+LAYOUTS = {
+    name: [{"gpus": [place], "mode": mode} for place, mode in zip(PLACES, modes, strict=True)]
+    for name, modes in (("before", ("pgpu", "vgpu", "mps")), ("after", ("vgpu", "mps", "pgpu")))
+}
+BEFORE, BUSY, AFTER = (
+    {"pgpu": 4, "vgpu": 2, "mps": 2},
+    {"pgpu": 1, "vgpu": 1, "mps": 1},
+    {"pgpu": 2, "vgpu": 4, "mps": 2},
+)
 # An agent that overlooks the holder flips its GPU 3.6 s after the label.
 LOOKS_SECONDS = 4.5
 REFUSED_SECONDS = 1.0  # a refused switch does nothing, at once
@@ -31,12 +41,28 @@ def compiling(mode: str, name: str, app: bool) -> PodSpec:
     )
 
 
-async def holding(node: ModeNode, mode: str) -> list[PodSpec]:
-    """Two pods in their init containers: one will have GPUs afterwards, one will not."""
-    pods = [compiling(mode, f"{mode}-then-less", app=True), compiling(mode, f"{mode}-then-none", app=False)]
-    for pod in pods:
-        await node.create(pod)
-        await node.rig.wait_running(pod, "compile")
+async def offers(node: ModeNode, gpus: Mapping[str, int]) -> None:
+    """Wait until so many GPUs are offered in each mode."""
+    for mode, count in gpus.items():
+        await node.offers(mode, count)
+
+
+async def holding(node: ModeNode) -> list[PodSpec]:
+    """In each mode two pods in their init containers: one will have GPUs afterwards, one will not."""
+    await node.want("before")
+    await node.applied("before")
+    await offers(node, BEFORE)
+    pods: list[PodSpec] = []
+    for mode, gpus in BEFORE.items():
+        here = [
+            compiling(mode, f"{mode}-then-less", app=True),
+            compiling(mode, f"{mode}-then-none", app=False),
+        ]
+        for pod in here:
+            await node.create(pod)
+            await node.rig.wait_running(pod, "compile")
+        assert len(await gpus_of(node.rig, *here)) == gpus - 1
+        pods += here
     return pods
 
 
@@ -47,60 +73,52 @@ async def gpus_of(rig: Rig, *pods: PodSpec) -> set[str]:
 
 
 async def unmoved(
-    node: ModeNode, entering: str, state: str, gpus: int, pods: list[PodSpec], seconds: float
+    node: ModeNode, state: str, gpus: Mapping[str, int], pods: list[PodSpec], seconds: float
 ) -> None:
-    """For a while, and over a restart of the agent, no more than so many GPUs enter the mode."""
-    resource, each = COUNTED[entering]
+    """For a while, and over a restart of the agent, no mode has more GPUs than that."""
     for restart in (False, True):
         if restart:
             await node.rig.kill_agent()
             await node.start()
         until = anyio.current_time() + seconds
         while anyio.current_time() < until:
-            assert await node.rig.known_devices(resource) <= gpus * each
+            for mode, count in gpus.items():
+                resource, each = COUNTED[mode]
+                assert await node.rig.known_devices(resource) <= count * each
             await anyio.sleep(0.2)
-        await node.reach(state, entering)
+        await node.reach(state, "after")
         # A taint keeps pods off while free GPUs change hands; held ones are no reason for it.
         assert not (await node.rig.node()).taints
     assert [await node.rig.phase(pod) for pod in pods] == [Phase.PENDING] * len(pods)
 
 
 async def test_no_mode_flip_under_a_running_init_container(rig: Rig) -> None:
-    async with mode_node(rig) as node:
-        await node.want("pgpu")
-        for mode, entering in NEXT.items():
-            await node.applied(mode)
-            await node.offers(mode)
-            pods = await holding(node, mode)
-            held = len(await gpus_of(rig, *pods))
-            assert held == (3 if mode == "pgpu" else 1)
-            await node.want(entering)
-            await node.offers(entering, GPUS - held)
-            await unmoved(node, entering, "switching", GPUS - held, pods, LOOKS_SECONDS)
-            await node.offers(entering, GPUS - held)
-            await node.end(*pods)
-            await node.applied(entering)
-            await node.offers(entering)
+    async with mode_node(rig, layouts=LAYOUTS) as node:
+        pods = await holding(node)
+        await node.want("after")
+        await node.reach("switching", "after")
+        await offers(node, BUSY)
+        await unmoved(node, "switching", BUSY, pods, LOOKS_SECONDS)
+        await offers(node, BUSY)
+        await node.end(*pods)
+        await node.applied("after")
+        await offers(node, AFTER)
 
 
 async def test_refused_switch_waits_for_a_running_init_container(rig: Rig) -> None:
-    async with mode_node(rig, whenBusy="refuse") as node:
-        await node.want("pgpu")
-        for mode, entering in NEXT.items():
-            await node.applied(mode)
-            await node.offers(mode)
-            pods = await holding(node, mode)
-            await node.want(entering)
-            told = await node.reach("blocked", entering)
-            # Everybody who may get nodes reads the annotation, so it counts pods; the log names them.
-            assert f"in use by {len(pods)} pod" in told["message"], told["message"]
-            logged = [each["message"] for each in await node.logged("mode_state")]
-            assert all(any(f"default/{pod.name}" in line for line in logged) for pod in pods), logged
-            await unmoved(node, entering, "blocked", 0, pods, REFUSED_SECONDS)
-            await node.offers(mode)
-            await node.end(*pods)
-        await node.applied(NEXT["mps"])
-        await node.offers(NEXT["mps"])
+    async with mode_node(rig, layouts=LAYOUTS, whenBusy="refuse") as node:
+        pods = await holding(node)
+        await node.want("after")
+        told = await node.reach("blocked", "after")
+        # Everybody who may get nodes reads the annotation, so it counts pods; the log names them.
+        assert f"in use by {len(pods)} pod" in told["message"], told["message"]
+        logged = [each["message"] for each in await node.logged("mode_state")]
+        assert all(any(f"default/{pod.name}" in line for line in logged) for pod in pods), logged
+        await unmoved(node, "blocked", BEFORE, pods, REFUSED_SECONDS)
+        await offers(node, BEFORE)
+        await node.end(*pods)
+        await node.applied("after")
+        await offers(node, AFTER)
 
 
 ALL = (

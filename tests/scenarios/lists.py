@@ -4,8 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent.model.modes import MODE_OF_UNIT, parse
-from agent.model.units import REPLICA
+from agent.model.modes import MODE_OF_UNIT, REPLICA, parse
 from tests.component.protos import load
 from tests.recording_agent import ENDED, HEADER, OPENED, SENDING, SENT, START
 

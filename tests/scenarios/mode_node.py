@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agent.model.demand import MPS, VGPU
+from agent.model.pod import MPS, VGPU
 from agent.modes.desired import LABEL
 from agent.mps import processes
 from agent.mps.directories import Directories

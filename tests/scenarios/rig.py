@@ -55,6 +55,7 @@ class Rig(Protocol):
     kubelet_root: Path
     cdi_folder: Path
     wiping_seconds: float  # from the end of a DRA driver to that of its slices
+    watch_seconds: float  # in which its kubelet reports the node's status several times
 
     # The machine under the agent, for faults and for what is true about its GPUs.
     machine: SimulatedMachine

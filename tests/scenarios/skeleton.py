@@ -12,8 +12,6 @@ from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.scenarios.rig import GPU, Rig
 
 NUMBERED = re.compile(r"/dev/nvidia\d+")
-# Long enough for several status ticks of the rigs' kubelets (2 s at most).
-WATCH_SECONDS = 5.0
 
 
 def gpu_pod(name: str, gpus: int, env: dict[str, str] | None = None) -> PodSpec:
@@ -120,7 +118,7 @@ async def test_kubelet_restart_keeps_allocatable(rig: Rig) -> None:
     held = await check_container(rig, before, "main", 2)
     async with rig.watching_allocatable() as values:
         await rig.restart_kubelet(1.0)
-        await anyio.sleep(WATCH_SECONDS)
+        await anyio.sleep(rig.watch_seconds)
         assert list(values) == [8]
     assert rig.agent_running()
     assert await rig.phase(before) is Phase.RUNNING

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 import anyio
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
-from agent.model.demand import VGPU
 from agent.model.modes import MODE_OF_UNIT, parse
+from agent.model.pod import VGPU
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
 from tests.scenarios.health import QUIET
 from tests.scenarios.mode_node import GPUS, ModeNode, mode_node

@@ -22,7 +22,7 @@ import yaml
 from agent._proto import v1
 from agent.app import reload
 from agent.injection import inject
-from agent.kit import inotify
+from agent.kit import files
 from agent.kubelet import endpoint
 from agent.modes import desired
 from agent.mps import daemon_logs
@@ -33,23 +33,23 @@ from agent.vgpu import library
 from tests.storm import cheaper_api, cheaper_libraries
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_ENTRIES = inotify._CREATE | inotify._DELETE | inotify._MOVED_FROM | inotify._MOVED_TO | inotify._CLOSE_WRITE
-_WATCHED = _ENTRIES | inotify._DELETE_SELF | inotify._MOVE_SELF | inotify._ONLYDIR
+_ENTRIES = files._CREATE | files._DELETE | files._MOVED_FROM | files._MOVED_TO | files._CLOSE_WRITE
+_WATCHED = _ENTRIES | files._DELETE_SELF | files._MOVE_SELF | files._ONLYDIR
 _idle: list[int] = []
 
 
 @asynccontextmanager
-async def _watching(folder: Path, growing: bool = False) -> AsyncIterator[inotify.FolderWatch]:
+async def _watching(folder: Path, growing: bool = False) -> AsyncIterator[files.FolderWatch]:
     """`inotify.watching` over a descriptor that was used before. Raises OSError."""
     descriptor: int = _idle.pop() if _idle else _LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    mask = _WATCHED | (inotify._MODIFY if growing else 0)
+    mask = _WATCHED | (files._MODIFY if growing else 0)
     watch = _LIBC.inotify_add_watch(descriptor, os.fsencode(folder), mask)
     if watch < 0:
         number = ctypes.get_errno()
         _idle.append(descriptor)
         raise OSError(number, os.strerror(number), str(folder))
     try:
-        yield inotify.FolderWatch(descriptor, folder)
+        yield files.FolderWatch(descriptor, folder)
     finally:
         anyio.notify_closing(descriptor)
         _LIBC.inotify_rm_watch(descriptor, watch)  # fails where the folder is gone, and the watch with it
@@ -146,7 +146,7 @@ def install() -> None:
     cheaper_api.install()
     for name in ("fsync", "fdatasync"):
         setattr(os, name, lambda _: None)
-    for room in (inotify, endpoint, daemon_logs, reload, desired):
+    for room in (files, endpoint, daemon_logs, reload, desired):
         room.watching = _watching  # type: ignore[attr-defined]
     registry._sockets = _sockets_if_changed
     library._check_executable = lambda folder, descriptor: None  # noqa: ARG005

@@ -6,9 +6,8 @@ from typing import Any
 
 import anyio
 
-from agent.model.claim_device import DRIVER, WORDS, parse_device, pool_of
-from agent.model.modes import WHOLE_GPUS, Mode
-from agent.model.units import units
+from agent.model.modes import WHOLE_GPUS, Mode, units
+from agent.model.resource_claim import DRIVER, WORDS, parse_device, pool_of
 from agent.simulator.kubelet.api_server import Pod
 from agent.simulator.kubelet.claim_state import ClaimInfo
 from agent.simulator.kubelet.pod_specs import Phase

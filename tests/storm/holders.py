@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from agent.model.demand import MPS, VGPU
 from agent.model.modes import Mode
+from agent.model.pod import MPS, VGPU
 from agent.simulator.kubelet.device_tables import Allocation
 from tests.storm.pods import GPU
 from tests.storm.world import World

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import anyio
 
-from agent.model.demand import VGPU
 from agent.model.modes import MODE_OF_UNIT, Mode, parse
 from agent.model.placement import ASSIGNED, HINT
+from agent.model.pod import VGPU
 from agent.modes.planner import Phase
 from agent.simulator.kubelet.api_server import Pod
 from tests.storm.attribution import Limits

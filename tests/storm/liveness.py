@@ -6,10 +6,10 @@ from typing import Any
 
 import anyio
 
-from agent.model.claim_device import device_name
-from agent.model.demand import CORES, MPS, VGPU
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
-from agent.node.taint import TAINT
+from agent.model.pod import CORES, MPS, VGPU
+from agent.model.resource_claim import device_name
+from agent.node.capacity import TAINT
 from agent.nvml.port import ComputeMode
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodClaim, PodSpec
 from agent.simulator.kubelet.resource_objects import SLICES

@@ -2,8 +2,8 @@
 
 import anyio
 
-from agent.model.demand import MPS
 from agent.model.modes import SEPARATOR, Mode
+from agent.model.pod import MPS
 from tests.storm.world import World
 
 DEAD_SECONDS = 15.0  # that units may be offered whose daemon is dead

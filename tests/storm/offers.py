@@ -5,9 +5,8 @@ from functools import cache
 
 import anyio
 
-from agent.model.demand import CORES, MPS, VGPU
-from agent.model.modes import SEPARATOR, Mode
-from agent.model.units import ResourcePair
+from agent.model.modes import SEPARATOR, Mode, ResourcePair
+from agent.model.pod import CORES, MPS, VGPU
 from tests.storm.admission import OFFER_SECONDS
 from tests.storm.excuses import Excuses
 from tests.storm.grown import grown_of
@@ -34,7 +33,7 @@ class Offers:
         hanging = {uuid for _, uuid, _, _ in self._world.outliving.values()}  # nobody is to be offered those
         touched = {each.partition(SEPARATOR)[0] for each in held}
         for one in agent.switcher.state.value.gpus if agent else ():
-            uuid, mode = one.uuid, one.active.mode
+            uuid, mode = one.uuid, one.active.plugin_mode
             if mode is Mode.OFF or uuid in hanging or not self._excuses.applies(uuid):
                 continue
             missing = {each: self._since.get(each, now) for each in self._missing(uuid, mode, held, touched)}

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Collection
 
-from agent.model.demand import MPS, VGPU
+from agent.model.pod import MPS, VGPU
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 
 GPU = "nvidia.com/gpu"

@@ -20,9 +20,10 @@ from grpclib.exceptions import GRPCError
 from yarl import URL
 
 import agent.cluster.api
+import agent.cluster.reach
 from agent._proto import v1
 from agent.holdings.record import Checkpoint
-from agent.nvml import worker_thread
+from agent.nvml import event_watch
 from agent.simulator.events import EventReader, RawEvent
 from agent.simulator.faults import FaultTable
 from agent.simulator.kubelet.devices import DeviceManager
@@ -282,8 +283,8 @@ def install(api_socket: str) -> None:
 
     NVML.waiting.clear()  # of a storm before
     anyio.to_thread.run_sync = _inline  # type: ignore[assignment]
-    worker_thread._Worker = _InlineWorker  # type: ignore[assignment,misc]
-    agent.cluster.api.connect = connect
+    event_watch._Worker = _InlineWorker  # type: ignore[assignment,misc]
+    agent.cluster.reach.connect = connect  # type: ignore[attr-defined]
     DeviceManager.allocate = _allocate_later  # type: ignore[method-assign]
     PodResourcesServer.list = _list_if_well  # type: ignore[method-assign]
     EventReader.wait = _wait_for_event  # type: ignore[method-assign]

@@ -16,9 +16,9 @@ from aiohttp import web
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
-from agent.model.claim_device import DRIVER, WORDS
+from agent.model.resource_claim import DRIVER, WORDS
 from agent.modes.desired import LABEL
-from agent.node.taint import TAINT
+from agent.node.capacity import TAINT
 from agent.settings import (
     ClusterSettings,
     Dra,
@@ -83,15 +83,18 @@ class Shape:
     resize: bool = False  # limits of vGPU containers are followed, and may be changed while they run
     extender: bool = False  # kube-scheduler asks one, of which there are two replicas
     mig: bool = False  # a GPU is in MIG mode, and layouts name its instances
-    claims: bool = False  # GPUs may be devices of DRA; of storms that ask for it alone
+    claims: bool = False  # GPUs may be devices of DRA
 
     @classmethod
     def of(cls, rng: random.Random, seed: int) -> "Shape":
         """A shape that the seed chose."""
         # By a draw of its own: storms without an extender are what they were before there was one.
         extender = random.Random(f"extender of {seed}").random() < 0.3
-        mig = not extender and random.Random(f"parts for {seed}").random() < 0.12
-        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender, mig=mig)
+        mig = random.Random(f"parts for {seed}").random() < 0.12
+        claims = not mig and random.Random(f"DRA for {seed}").random() < 0.12
+        return cls(
+            mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender, mig=mig, claims=claims
+        )
 
 
 class World:

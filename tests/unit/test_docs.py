@@ -15,7 +15,7 @@ import yaml
 from agent.cli import main as cli
 from agent.extender.metrics import ExtenderMetrics
 from agent.extender.settings import ExtenderSettings
-from agent.node.taint import EFFECT, TAINT
+from agent.node.capacity import EFFECT, TAINT
 from agent.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,7 +234,6 @@ OTHERS = {
     "kubectl apply",
     "helm uninstall",
     "nvidia-smi",
-    "Insufficient tencent.com/vcuda-core",
     "UnexpectedAdmissionError",
 }
 GAPS = re.compile(r"\.\.\.|: |\bN\b|Xid \d+|\d+\.\d+")
@@ -289,4 +288,6 @@ def test_the_page_of_names_has_every_event_and_the_taint() -> None:
     } - OF_OTHERS
     assert {"LimitsAvoidable", "MPSDaemonFailed", "ModeApplied", "GPULost", "MIGLayoutReady"} <= reasons
     assert not {each for each in reasons if not re.search(rf"\b{each}\b", page)}
+    (row,) = re.findall(r"^\| event reasons \| (.+) \|$", page, re.MULTILINE)
+    assert set(row.split()) <= reasons
     assert f"`{TAINT}:{EFFECT}`" in page

@@ -19,7 +19,7 @@ from agent.mps.daemon_logs import LARGE_BYTES
 from agent.mps.shared_memory import LOG_BYTES
 from agent.node.withdrawal import STOP_SECONDS, SWITCH
 from agent.settings import Settings
-from agent.vgpu.contexts import MOST_OF_FEW
+from agent.vgpu.limits import MOST_OF_FEW
 from agent.vgpu.watch import CONTEXT_BYTES, END_READINGS, LEAST_TOLERANCE, REFUSED_READINGS, TOLERANCE_RATIO
 from agent.web.connections import HEAD_SECONDS, ConnectionLimits
 from agent.web.server import ANSWER_SECONDS
@@ -98,10 +98,7 @@ FACTS: dict[str, tuple[str, ...]] = {
         ),
         f"| `{AGENT.when_busy}` (default) | idle GPUs switch at once",
     ),
-    "docs/decisions.md": (
-        f"({SWITCH.next_served:g} s, starting over with each that did, {SWITCH.all_served:g} s in all)",
-        f"{mib(MOST_OF_FEW)} MiB until three have spoken",
-    ),
+    "docs/decisions.md": (f"{mib(MOST_OF_FEW)} MiB until three have spoken",),
     "docs/health.md": (f"(every {AGENT.health.probe_seconds:g} s, `config.health.probeSeconds`",),
     "docs/injection.md": ("(1.29) and runtime (containerd 2.0, CRI-O 1.23) support CDI",),
 }
@@ -148,12 +145,13 @@ def test_values_are_named_by_their_full_path(document: Path) -> None:
 
 
 def test_each_error_of_cuda_has_one_remedy() -> None:
-    """By its number, on one page; the others link it."""
+    """In one table, by number and message; the other pages link it."""
     page = (ROOT / "docs" / "developers.md").read_text()
-    by_message = [int(each) for each in re.findall(r"^\| `[^|]*\((\d+)\)", page, re.MULTILINE)]
-    by_number = [int(each) for each in re.findall(r"^\| (\d{2,3}) \|", page, re.MULTILINE)]
-    assert {214, 802, 803, 807} <= {*by_message, *by_number}
-    assert len({*by_message, *by_number}) == len(by_message) + len(by_number)
+    (table,) = re.findall(r"^\| code \| message \|.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\d[\d, ]*) \| `", table, re.MULTILINE)
+    codes = [int(each) for row in rows for each in row.split(",")]
+    assert {214, 802, 803, 807} <= set(codes)
+    assert sorted(set(codes)) == codes
     others = [each for each in (ROOT / "docs").glob("*.md") if each.name != "developers.md"]
     for other in others:
         for row in re.findall(r"^\|.*\bCUDA errors? \d.*\|$", other.read_text(), re.MULTILINE):
@@ -176,3 +174,10 @@ def test_a_removed_label_keeps_the_agent_until_it_has_cleaned_up() -> None:
     expressions = [each for term in required["nodeSelectorTerms"] for each in term["matchExpressions"]]
     assert {"key": "gpu-node-agent.io/mode", "operator": "Exists"} in expressions
     assert "`gpu-node-agent.io/mode` keeps it on the node until then" in text("docs/modes.md")
+
+
+def test_mps_is_for_nobody_who_is_not_trusted() -> None:
+    """Three pages speak of tenants who do not trust each other: none offers them MPS."""
+    assert "Neither isolates tenants who [do not trust each other]" in text("docs/developers.md")
+    assert "Keep tenants who do not trust each other on GPUs of their own" in text("SECURITY.md")
+    assert "**MPS is for pods that trust each other**; give others GPUs of their own." in text("docs/mps.md")

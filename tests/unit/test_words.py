@@ -9,8 +9,8 @@ README = ROOT / "README.md"
 
 # Lower them where you can. A page that needs more gives back as much elsewhere: what another page says is
 # linked, not said again, and history is git's.
-BUDGETS = {"README": 1050, "how to": 11_580, "reference": 9_930, "background": 9_260}
-IN_ALL = 31_820
+BUDGETS = {"README": 1000, "how to": 11_050, "reference": 9_400, "background": 8_700}
+IN_ALL = 30_000
 GENERAL = {"CHANGELOG.md"}  # history, which nobody reads from its beginning to its end
 
 

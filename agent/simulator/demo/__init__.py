@@ -16,7 +16,7 @@ from agent.simulator.demo.stage import NotAsTold, stage
 from agent.simulator.demo.story import Story
 from agent.simulator.profiles import profile_named
 
-PATIENCE_SECONDS = 12.0
+PATIENCE_SECONDS = 60.0  # all comes within one or two; a laptop may be busy
 STATUS_TICK_SECONDS = 0.1
 LOG_LINES = 15
 

@@ -3,7 +3,7 @@
 import anyio.to_thread
 
 from agent.app import run as app
-from agent.model.demand import CORES, VGPU
+from agent.model.pod import CORES, VGPU
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import Stage
 from agent.simulator.kubelet import ContainerSpec, Phase, PodSpec

@@ -10,8 +10,8 @@ import anyio.to_thread
 from agent.app import run as app
 from agent.app.agent import Agent
 from agent.model.cuda import MEMORY_LIMIT, THREAD_PERCENTAGE
-from agent.model.demand import CORES, MPS
 from agent.model.modes import Mode
+from agent.model.pod import CORES, MPS
 from agent.nvml.port import ComputeMode
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import Stage

@@ -9,7 +9,7 @@ import anyio.to_thread
 
 from agent.app import run as app
 from agent.app.agent import Agent
-from agent.model.demand import CORES, MPS, VGPU
+from agent.model.pod import CORES, MPS, VGPU
 from agent.modes.desired import LABEL
 from agent.node.conditions import MODE_LABEL, STATE_ANNOTATION
 from agent.simulator.demo.mps_pods import tear_down

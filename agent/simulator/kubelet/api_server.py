@@ -11,7 +11,7 @@ from typing import Protocol
 import anyio
 import structlog
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 
 from .pod_specs import Phase, PodSpec
 from .resource_control import ClaimControl

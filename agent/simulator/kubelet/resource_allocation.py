@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from agent.model.units import units
+from agent.model.modes import units
 
 from .http_objects import Object
 from .resource_objects import CLAIMS, CLASSES, SLICES, ResourceObjects

@@ -3,7 +3,7 @@
 ('{{ . }}' in c.?resources.?limits.orValue({}) ? quantity(string(c.resources.limits['{{ . }}'])).asInteger() : 0)
 {{- end -}}
 
-{{- /* The rules of agent/model/demand.py that hold whatever the node; sentences as there. */ -}}
+{{- /* The rules of agent/model/pod.py that hold whatever the node; sentences as there. */ -}}
 {{- define "gna.requestRules" -}}
 {{- $vcore := include "gna.amount" "tencent.com/vcuda-core" -}}
 {{- $vmemory := include "gna.amount" "tencent.com/vcuda-memory" -}}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import anyio.to_thread
 
 from agent.model.modes import SHARES
-from agent.modes.cordons import ANNOTATION as CORDON
+from agent.modes.withholding import ANNOTATION as CORDON
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.status.client import ask
 from agent.web.control import NAME as CONTROL_SOCKET

@@ -1,4 +1,4 @@
-"""Monitoring at its largest: 8 GPUs with 100 containers each, and what sampling costs an idle node."""
+"""Monitoring at its largest: 8 GPUs with 100 containers each."""
 
 import random
 import shutil
@@ -13,8 +13,8 @@ import anyio
 import anyio.to_thread
 
 from agent.app.build_telemetry import SWITCH_SECONDS
-from agent.kit.cell import Cell
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
+from agent.model.pod import VGPU
 from agent.simulator.kubelet import ContainerSpec, Phase, PodSpec
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.http_api import HttpApi
@@ -33,7 +33,6 @@ from tests.unit.telemetry.uses import many_uses
 PER_GPU = 100
 SCRAPES, WARM_UP = 60, 5
 FIRST_PID = 5_000_000
-IDLE_SECONDS = 25.0
 
 
 @measurement(
@@ -157,23 +156,3 @@ async def _longest_gap(sources: Sources) -> float:
         await page.reply(HttpRequest("/metrics", headers=HEADERS))
         done = True
     return longest * 1000
-
-
-@measurement(
-    Figure(
-        "sampler_cpu_percent",
-        "%",
-        0.5,
-        "of one core: an idle agent at 1 s sampling less one that never samples",
-    )
-)
-async def sampler_cpu(conditions: Conditions) -> Mapping[str, Taken]:
-    """Two agents, one after the other, over the C double and the real binding."""
-    used = []
-    for interval in (1.0, 60.0):
-        async with conditions.serving({"sampling.intervalSeconds": interval}) as node:
-            await anyio.sleep(3.0)
-            began, before = anyio.current_time(), node.agent.cpu_seconds()
-            await anyio.sleep(IDLE_SECONDS)
-            used.append((node.agent.cpu_seconds() - before) / (anyio.current_time() - began))
-    return {"sampler_cpu_percent": Taken(100 * max(0.0, used[0] - used[1]), 1)}

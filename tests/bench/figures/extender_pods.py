@@ -13,8 +13,8 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from agent.model.demand import CORES
 from agent.model.placement import USUAL
+from agent.model.pod import CORES
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Taken, measurement
 from tests.cluster import extender_process, made_up

@@ -10,8 +10,7 @@ from agent.extender.fleet import BoundPod, Fleet
 from agent.extender.free_capacity import PodClaim
 from agent.extender.packing import SearchWork
 from agent.extender.pod_demand import pod_demand
-from agent.model.demand import CORES, VGPU
-from agent.model.pod import Container
+from agent.model.pod import CORES, VGPU, Container
 from tests.bench import arrivals
 from tests.bench.conditions import Conditions
 from tests.bench.large_cluster import GPUS, extender, pod, populate, post, ready

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from agent.kit.cell import Cell
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
 from agent.model.holding import PairMember, Record
+from agent.model.pod import VGPU
 from agent.pairing.resolver import Recorder
 from agent.vgpu import layout
 from agent.vgpu.events import LimitEvents

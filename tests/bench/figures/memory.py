@@ -39,13 +39,24 @@ async def resident_memory(conditions: Conditions) -> Mapping[str, Taken]:
 
 
 @measurement(
-    Figure("idle_cpu_percent", "%", 0.5, f"of one core, over {CPU_SECONDS:g} s, sampling every second")
+    Figure("idle_cpu_percent", "%", 0.5, f"of one core, over {CPU_SECONDS:g} s, sampling every second"),
+    Figure("sampler_cpu_percent", "%", 0.5, "what of it an agent saves that never samples"),
 )
 async def idle_cpu(conditions: Conditions) -> Mapping[str, Taken]:
-    """Processor time of an agent that is registered and left alone."""
-    async with conditions.serving() as node:
+    """Processor time of two agents that are registered and left alone, over the C double."""
+    async with (
+        conditions.serving() as sampling,
+        conditions.serving({"sampling.intervalSeconds": 60.0}) as other,
+    ):
+        agents = (sampling.agent, other.agent)
         await anyio.sleep(SETTLE_SECONDS)
-        began, before = anyio.current_time(), node.agent.cpu_seconds()
+        began, before = anyio.current_time(), [each.cpu_seconds() for each in agents]
         await anyio.sleep(CPU_SECONDS)
-        used, passed = node.agent.cpu_seconds() - before, anyio.current_time() - began
-    return {"idle_cpu_percent": Taken(100 * used / passed, 1)}
+        passed = anyio.current_time() - began
+        used, unsampled = (
+            (each.cpu_seconds() - then) / passed for each, then in zip(agents, before, strict=True)
+        )
+    return {
+        "idle_cpu_percent": Taken(100 * used, 1),
+        "sampler_cpu_percent": Taken(100 * max(0.0, used - unsampled), 1),
+    }

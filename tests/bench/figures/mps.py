@@ -11,15 +11,14 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment
 from agent.mps import processes, shared_memory
 from agent.mps.binary import Program
 from agent.mps.compute_mode import ComputeModes
 from agent.mps.daemon_manager import DaemonManager
-from agent.mps.daemon_parts import Options
-from agent.mps.daemon_status import EventReason
+from agent.mps.daemon_parts import EventReason, Options
 from agent.mps.directories import Directories
 from agent.simulator.kubelet.http_api import HttpApi
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec

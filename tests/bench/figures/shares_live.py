@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import PairMember, Record
 from agent.pairing.resolver import Recorder
 from agent.vgpu.compute import Compute, ComputeRequest

@@ -13,19 +13,18 @@ import anyio.to_thread
 import grpc
 
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.podresources import Reader
 from agent.kubelet.service import DevicePluginService
-from agent.model.demand import VGPU
 from agent.model.gpu import Gpu
 from agent.model.holding import PairMember, Record, UnitPool
 from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.pod import VGPU
 from agent.settings import Settings
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
-from agent.vgpu.node_limits import NodeLimits
-from agent.vgpu.wing import VgpuPlugin, build
+from agent.vgpu.wing import NodeLimits, VgpuPlugin, build
 from tests.bench.client import KubeletClient, kubelet_client
 from tests.bench.conditions import Conditions, short_folder
 from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine

@@ -8,15 +8,14 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from agent.kit.cell import Cell
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
+from agent.kubelet.wire import Mount
 from agent.model.holding import Record
-from agent.model.mount import Mount
+from agent.model.pod import VGPU
 from agent.telemetry import definitions as d
-from agent.vgpu.contexts import context_bytes
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About, LimitFolders, key_of
-from agent.vgpu.limits import Enforcement
+from agent.vgpu.limits import Enforcement, context_bytes
 from agent.vgpu.publishing import Publisher
 from agent.vgpu.room import Isolation
 from agent.vgpu.watch import LimitWatch

@@ -14,6 +14,7 @@ from agent.vgpu import layout
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import SLOTS_AT, Container
 from tests.cuda_double.machine import MIB, CudaMachine
+from tests.pace import scaled
 
 REFUSED = "call('cuMemAlloc_v2', ctypes.byref(u64()), size(2 * MIB))"
 RETAIN = "call('cuDevicePrimaryCtxRetain', ctypes.byref(u64()), 0)"
@@ -166,7 +167,7 @@ def test_a_stopped_holder_of_the_lock_holds_up_no_longer_the_more_have_died(
     program = programs(made, "init()")
     dead = programs(made)
     children = [dead("fork('init(); alloc(2); time.sleep(600)')") for _ in range(4)]
-    end = time.monotonic() + 30
+    end = time.monotonic() + scaled(30)
     while made.charged() < 8 * MIB:
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -183,7 +184,7 @@ def test_a_stopped_holder_of_the_lock_holds_up_no_longer_the_more_have_died(
     began = time.monotonic()
     # It does not fit before the dead are swept: one look for them, and two tries to charge.
     assert program("call('cuMemAlloc_v2', ctypes.byref(u64()), size(1020 * MIB))") == 2
-    assert time.monotonic() - began < 14
+    assert time.monotonic() - began < scaled(14)
     holder.kill()
     program("alloc(1020)")
     assert made.charged() == 1020 * MIB
@@ -226,7 +227,7 @@ def in_a_namespace_of_its_own(made: Container, programs: Programs, command: str)
     program = programs(made, "libc = ctypes.CDLL(None)")
     assert program("libc.unshare(0x20000000)") == 0  # CLONE_NEWPID: for its children
     child = int(program(f"fork({command!r})"))
-    end = time.monotonic() + 30
+    end = time.monotonic() + scaled(30)
     while made.charged() < 500 * MIB:
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -240,7 +241,7 @@ def test_memory_of_a_container_that_is_started_again_is_free(
     made = container(1024)
     child = in_a_namespace_of_its_own(made, programs, "init(); alloc(200); time.sleep(60)")
     os.kill(child, signal.SIGKILL)
-    end = time.monotonic() + 30
+    end = time.monotonic() + scaled(30)
     while machine.processes():
         assert time.monotonic() < end
         time.sleep(0.02)

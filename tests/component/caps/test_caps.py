@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from agent.vgpu import layout
-from agent.vgpu.loaded import process_of
+from agent.vgpu.watch import process_of
 from clib.build_library import cached
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import SLOTS_AT, make
 from tests.cuda_double.machine import MIB, CudaMachine
+from tests.pace import scaled
 
 CLASSES = {
     "linear": "[alloc(64) for _ in range(count)]",
@@ -215,7 +216,7 @@ def test_nothing_is_written_to_standard_output_or_error(
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + scaled(30)
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)

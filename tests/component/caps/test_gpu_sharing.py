@@ -32,7 +32,7 @@ def rig(
     tmp_path: Path, run_folder: Path, driver: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Rig:
     """A rig with the real control daemon and a stand-in for its server."""
-    monkeypatch.setattr(rig_module, "OPTIONS", replace(rig_module.OPTIONS, quit_seconds=1))
+    monkeypatch.setattr(rig_module, "OPTIONS", replace(rig_module.OPTIONS, quit_seconds=0))
     made = tier.doubles(tmp_path, monkeypatch, library, ClockMode.WALL)
     monkeypatch.setattr(programs, "binding", made.binding)
     laid_out = run_folder / "programs"

@@ -14,6 +14,7 @@ from tests.component.caps.container import Container
 from tests.cuda_double import program as programs_of_double
 from tests.cuda_double.machine import MIB, CudaMachine
 from tests.cuda_double.program import Program, commanded
+from tests.pace import scaled
 
 CLIENT = Path(programs_of_double.__file__).with_name("client.py")
 NESTED = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -32,7 +33,7 @@ def nested(container: Container, machine: CudaMachine, driver: Path, *commands: 
 
 def free(container: Container, program: Program, expected: int) -> None:
     """Wait until the program sees so many free MiB; the kernel takes a moment to end a namespace."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + scaled(30)
     while program("memory()")[0] != expected * MIB:
         assert time.monotonic() < end, (program("memory()"), container.slots())
         time.sleep(0.02)

@@ -10,6 +10,7 @@ import pytest
 from agent.vgpu import layout
 from tests.component.caps.conftest import MakeContainer, Programs
 from tests.component.caps.container import Container
+from tests.pace import scaled
 
 PATIENCE_SECONDS = 30
 
@@ -31,7 +32,7 @@ def test_a_change_of_limits_wakes_who_waits_by_a_read_only_mapping(
     assert hold(limited, 0) == 0  # nobody waits yet
     program = programs(limited, "init()", "kernel = function()")
     program.send("launch(kernel)")
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + scaled(PATIENCE_SECONDS)
     # It looks by itself every 100 ms, and is not asleep for some microseconds then.
     while (woken := hold(limited, 0)) == 0:
         assert time.monotonic() < deadline, "nobody was woken"
@@ -53,7 +54,7 @@ def waited_ns(container: Container) -> int:
 
 def looked(container: Container, rounds: int) -> None:
     """Wait until who waits has looked so often."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + scaled(PATIENCE_SECONDS)
     for _ in range(rounds):
         before = waited_ns(container)
         while waited_ns(container) == before:

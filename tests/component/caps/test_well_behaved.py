@@ -12,6 +12,7 @@ from tests.component.caps.container import hold
 from tests.component.caps.native import preloaded
 from tests.cuda_double.layout import FaultAction
 from tests.cuda_double.machine import MIB, CudaMachine
+from tests.pace import scaled
 
 IN_A_THREAD = """
 import threading
@@ -36,7 +37,7 @@ def executable(megabytes):
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + scaled(30)
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -7,22 +7,22 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 import yaml
 
 from agent.check import trial
-from agent.check.share_pod import TrialOptions
-from agent.check.trial import TrialFailed, attempt
+from agent.check.trial import TrialFailed, TrialOptions, attempt
 from agent.cli.main import main
-from agent.cluster.api import ApiRefused
+from agent.cluster.api import ApiRefused, KubeApi
 from agent.model.modes import Mode
 from tests.cluster.rig import REPOSITORY
 from tests.component.cluster.scripted import serving
 from tests.component.cluster.server import Answer, FakeApi, objects, page, status
 from tests.component.kubelet_room.parts import eventually
+from tests.virtual_time import in_virtual_time
 
 PODS = "/api/v1/namespaces/team/pods"
 POD = f"{PODS}/gpu-node-agent-try-x"
@@ -35,13 +35,16 @@ def node(offered: dict[str, str], **labels: str) -> dict[str, Any]:
     return {"metadata": {"name": "n1", "labels": labels}, "status": {"allocatable": offered}}
 
 
-def pod(phase: str, **more: Any) -> Answer:
-    body = {
+def pod_object(phase: str, **more: Any) -> dict[str, Any]:
+    return {
         "metadata": {"name": "x", "annotations": {"tencent.com/predicate-gpu-idx-0": "3", "other": "y"}},
         "spec": {"nodeName": "n1", "containers": [{"name": "agent", "image": "registry/agent:1"}]},
         "status": {"phase": phase, "containerStatuses": [{"state": {}}], **more},
     }
-    return objects(body)
+
+
+def pod(phase: str, **more: Any) -> Answer:
+    return objects(pod_object(phase, **more))
 
 
 def text(content: str) -> Answer:
@@ -87,7 +90,6 @@ async def scene(*of_pod: Answer, nodes: Answer | None = None) -> AsyncIterator[S
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda _: "x")
-    monkeypatch.setattr(trial, "DELETE_SECONDS", 0.3)
     monkeypatch.setattr(trial, "POLL_SECONDS", 0.01)
 
 
@@ -152,12 +154,38 @@ async def test_what_went_wrong_is_told_and_the_pod_taken_away(phase: Answer, log
     assert here.deleted
 
 
-async def test_a_pod_that_waits_too_long_is_taken_away() -> None:
-    async with scene() as here:
-        here.fake.script(POD, pod("Pending", conditions=[{"type": "PodScheduled", "message": "0/1 nodes"}]))
-        with pytest.raises(TrialFailed, match=r"after 0.2 s .* 0/1 nodes"):
-            await here.attempt(seconds=0.2)
-        assert here.deleted
+class Full:
+    """An API server in memory whose cluster has no room: the pod waits."""
+
+    def __init__(self, *, deletes: bool) -> None:
+        self._deletes = deletes
+        self._there = True
+
+    async def get(self, path: str, _: object = None, deadline: float = 0) -> bytes:
+        del deadline
+        if path == "/api/v1/nodes":
+            return json.dumps({"items": [node(OFFERED)]}).encode()
+        if not self._there:
+            raise ApiRefused(404, "pods not found")
+        waits = {"type": "PodScheduled", "message": "0/1 nodes"}
+        return json.dumps(pod_object("Pending", conditions=[waits])).encode()
+
+    async def post(self, *_: object) -> bytes:
+        return b"{}"
+
+    async def delete(self, *_: object) -> bytes:
+        self._there = not self._deletes
+        return b"{}"
+
+
+@pytest.mark.parametrize("deletes", [True, False])
+@in_virtual_time
+async def test_a_pod_that_waits_too_long_is_taken_away(deletes: bool) -> None:
+    said: list[str] = []
+    options = TrialOptions(namespace="team", image="busybox", seconds=180)
+    with pytest.raises(TrialFailed, match=r"after 180 s .* 0/1 nodes"):
+        await attempt(cast("KubeApi", Full(deletes=deletes)), options, said.append)
+    assert any("it is still there after 10 s" in line for line in said) is not deletes
 
 
 async def test_a_pod_that_cannot_be_taken_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ import anyio.to_thread
 import pytest
 
 from agent.cluster import api as api_module
+from agent.cluster import node as node_module
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable
-from agent.cluster.node import NodeObject
+from agent.cluster.node import OwnNode
 from tests.component.cluster.scripted import serving
 from tests.component.cluster.server import (
     bookmark,
@@ -79,8 +80,8 @@ async def test_a_taint_is_set_between_those_of_others_whoever_changes_them_meanw
     async with serving() as (fake, api):
         fake.script("/api/v1/nodes", page("1", node_with("1")), page("2", node_with("2", theirs)))
         fake.script(NODE, status(422, "testing /spec/taints value failed"), objects({}))
-        node = NodeObject(api, "n")
-        await node.set_taint("o/s", "NoSchedule", present=True)
+        node = OwnNode(api, "n")
+        await node.write_taint("o/s", "NoSchedule", present=True)
         assert [one.body for one in fake.of(NODE)] == [
             patch(seen=None, then=[ours]),
             patch(seen=[theirs], then=[theirs, ours]),
@@ -89,9 +90,9 @@ async def test_a_taint_is_set_between_those_of_others_whoever_changes_them_meanw
     async with serving() as (fake, api):
         fake.script("/api/v1/nodes", page("3", node_with("3", theirs, ours)), page("4", node_with("4", ours)))
         fake.script(NODE, objects({}))
-        node = NodeObject(api, "n")
-        await node.set_taint("o/s", "NoSchedule", present=False)
-        await node.set_taint("o/s", "NoSchedule", present=False)
+        node = OwnNode(api, "n")
+        await node.write_taint("o/s", "NoSchedule", present=False)
+        await node.write_taint("o/s", "NoSchedule", present=False)
         assert [one.body for one in fake.of(NODE)] == [
             patch(seen=[theirs, ours], then=[theirs]),
             patch(seen=[ours], then=[]),
@@ -100,12 +101,12 @@ async def test_a_taint_is_set_between_those_of_others_whoever_changes_them_meanw
         fake.script("/api/v1/nodes", page("1", node_with("1")))
         fake.script(NODE, status(409, "the object has been modified"))
         with pytest.raises(ApiError, match="the taints of node n changed"):
-            await NodeObject(api, "n").set_taint("o/s", "NoSchedule", present=True)
+            await OwnNode(api, "n").write_taint("o/s", "NoSchedule", present=True)
         assert len(fake.of(NODE)) < 10
     async with serving() as (fake, api):
         fake.script("/api/v1/nodes", page("1"))
         with pytest.raises(ApiError, match="there is no node n"):
-            await NodeObject(api, "n").set_taint("o/s", "NoSchedule", present=True)
+            await OwnNode(api, "n").write_taint("o/s", "NoSchedule", present=True)
 
 
 async def test_a_write_needs_no_watch_to_be_known() -> None:
@@ -127,12 +128,12 @@ async def test_a_write_needs_no_watch_to_be_known() -> None:
     async with serving() as (fake, api), anyio.create_task_group() as group:
         fake.script("/api/v1/nodes", mute)
         fake.script(f"{NODE}/status", objects(node_at("12", x="8")))
-        node = NodeObject(api, "n")
+        node = OwnNode(api, "n")
         group.start_soon(node.reflector.run)
         await eventually(lambda: node.value is not None)
         shown: list[Any] = []
         node.reflector.on_change = lambda: shown.append(node.value and node.value.status.allocatable)
-        await node.patch_resources({"x": (8, 8)})
+        await node.write_amounts({"x": (8, 8)})
         assert shown == [{"x": "8"}]
         with anyio.move_on_after(0.1) as waiting:
             await node.seen()
@@ -144,17 +145,16 @@ async def test_a_write_needs_no_watch_to_be_known() -> None:
         group.cancel_scope.cancel()
 
 
-async def test_patches_of_the_node_are_exact() -> None:
+async def test_patches_of_the_node_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "now", lambda: "2026-01-02T00:00:00Z")
     async with serving() as (fake, api):
         fake.script(NODE, objects({}))
         fake.script(f"{NODE}/status", objects({}))
-        node = NodeObject(api, "n")
-        await node.patch_metadata(labels={"a": "1", "b": None}, annotations={"c/d": "{}"})
-        await node.patch_metadata(annotations={"e": None})
-        await node.patch_resources({"nvidia.com/gpu": (8, 7), "nvidia.com/mps-core": (100, 0)})
-        await node.patch_condition(
-            "GPUModeReady", "True", "Applied", "said", "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
-        )
+        node = OwnNode(api, "n")
+        await node.write_metadata({"a": "1", "b": None}, {"c/d": "{}"})
+        await node.write_metadata({}, {"e": None})
+        await node.write_amounts({"nvidia.com/gpu": (8, 7), "nvidia.com/mps-core": (100, 0)})
+        await node.write_condition("GPUModeReady", "True", "Applied", "said", "2026-01-01T00:00:00Z")
         merge, strategic = "application/merge-patch+json", "application/strategic-merge-patch+json"
         assert [(one.method, one.path, one.headers["Content-Type"], one.body) for one in fake.asked] == [
             (
@@ -213,7 +213,7 @@ async def test_the_own_node_is_watched_and_read() -> None:
     }
     async with serving() as (fake, api), anyio.create_task_group() as group:
         fake.script("/api/v1/nodes", watch(event("ADDED", item), bookmark("3", complete=True)))
-        node = NodeObject(api, "n")
+        node = OwnNode(api, "n")
         group.start_soon(node.reflector.run)
         await eventually(lambda: node.value is not None)
         found = node.value

@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import pytest
 
-from agent.cluster.deltas import DeltaReflector
+from agent.cluster.reflector import DeltaReflector
 from agent.model.pod import Metadata, Pod
 from tests.component.cluster.following import INITIAL, PODS, A, B, following, names, warnings
 from tests.component.cluster.server import (

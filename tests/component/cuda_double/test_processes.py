@@ -9,6 +9,7 @@ import pytest
 from tests.component.cuda_double.conftest import Programs
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.cuda_double.program import ProgramError, program
+from tests.pace import scaled
 
 CONTEXT = 300 * MIB
 
@@ -45,7 +46,7 @@ def test_an_exec_frees_everything(machine: CudaMachine, programs: Programs) -> N
     app = programs("init()", "alloc(64)")
     app.send("os.execv('/bin/sleep', ['sleep', '60'])")
     program_file = Path(f"/proc/{app.pid}/exe")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + scaled(30)
     while program_file.readlink().name != Path("/bin/sleep").resolve().name:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -11,8 +11,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.model.claim_device import DRIVER, WORDS, device_name
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
+from agent.model.resource_claim import DRIVER, WORDS, device_name
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodClaim, PodSpec
 from agent.status.client import ask
 from agent.web.control import NAME

@@ -10,10 +10,10 @@ from typing import Any
 from aiohttp import web
 
 from agent.cluster.api import KubeApi
-from agent.kit.cell import Cell
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
 from agent.model.modes import Mode
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
+from agent.model.pod import VGPU
 from agent.simulator.kubelet.http_serving import serving
 from tests.component.cluster.server import END, client
 

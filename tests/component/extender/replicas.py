@@ -24,14 +24,14 @@ class Connected(Protocol):
 
 
 def settings_for(**flags: Any) -> ExtenderSettings:
-    """Quick leases on loopback."""
+    """On loopback. A lease lasts: where a machine is busy a renewal comes late, and nobody serves."""
     given = {
         "http.address": "127.0.0.1",
         "http.port": 0,
         "http.verbs": "true",
         "lease.namespace": "ns",
-        "lease.durationSeconds": 3,
-        "lease.renewSeconds": 2,
+        "lease.durationSeconds": 120,
+        "lease.renewSeconds": 100,
         "lease.retrySeconds": 0.1,
         **flags,
     }

@@ -69,16 +69,18 @@ async def test_what_was_kept_is_bound_elsewhere_and_let_go() -> None:
         assert await sent(scheduler, api.pod("next", 90, 10), "a", "b") == [kept]
 
 
-async def test_a_gang_that_was_refused_keeps_little_for_long() -> None:
+async def test_a_gang_that_was_refused_keeps_little_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gangs, "REFUSED_SECONDS", 0.5)
     api = ClusterApi()
     api.node("a", *gpus(1))
     async with api.serving(), leader(api) as scheduler:
         first, second = (member(api, name, cores=60) for name in ("first", "second"))
         assert await sent(scheduler, first, "a") == ["a"]
         assert await sent(scheduler, second, "a") == []
-        with anyio.fail_after(20):  # five seconds, by the gang's refusal, not sixty
-            while await sent(scheduler, api.pod("other", 60, 10), "a") != ["a"]:
-                await anyio.sleep(0.5)
+        other = api.pod("other", 60, 10)
+        with anyio.fail_after(20):  # by the gang's refusal, not sixty seconds
+            while await sent(scheduler, other, "a") != ["a"]:
+                await anyio.sleep(0.05)
 
 
 async def test_groups_of_the_coscheduling_plugin_are_gangs_too() -> None:
@@ -211,7 +213,10 @@ async def test_deleted_pending_pod_lets_go() -> None:
                 await anyio.sleep(0.02)
 
 
-async def test_what_a_scheduler_without_the_bind_verb_binds_is_not_let_go_between_two_watches() -> None:
+async def test_what_a_scheduler_without_the_bind_verb_binds_is_not_let_go_between_two_watches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gangs, "LEFT_SECONDS", 60.0)
     api = ClusterApi()
     api.node("a", *gpus(1))
     async with api.serving(), leader(api) as scheduler:

@@ -8,7 +8,7 @@ import pytest
 from agent.extender.free_capacity import PodClaim
 from agent.extender.handlers import Verbs
 from agent.extender.pod_demand import PodDemand
-from agent.extender.times import DEAD_WATCH_SECONDS
+from agent.extender.settings import DEAD_WATCH_SECONDS
 from tests.component.extender.api import ClusterApi, gpus
 from tests.component.extender.replicas import Scheduler, leader
 

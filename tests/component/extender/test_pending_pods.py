@@ -8,8 +8,8 @@ import pytest
 
 from agent.extender import pending_pods
 from agent.extender.explain import explain
-from agent.model.demand import VGPU, WAITING_FOR_GPU
 from agent.model.modes import Mode
+from agent.model.pod import VGPU, WAITING_FOR_GPU
 from tests.component.extender.api import ClusterApi, Object, gpus
 from tests.component.extender.replicas import leader
 

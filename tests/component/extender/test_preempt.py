@@ -4,8 +4,8 @@ from typing import Any
 
 import anyio
 
-from agent.model.demand import VGPU
 from agent.model.placement import HINT
+from agent.model.pod import VGPU
 from tests.component.extender.api import ClusterApi, Object, gpus
 from tests.component.extender.replicas import leader
 

@@ -37,9 +37,12 @@ async def test_simulation_keeps_nothing() -> None:
         for member in gang:
             member["spec"]["schedulingGroup"] = {"podGroupName": "gang"}
             api.update(member)
-        await anyio.sleep(0.2)  # the watch shows them as members
-        fleet = scheduler.extender.fleet
+        fleet, serving = scheduler.extender.fleet, scheduler.extender.serving
         assert fleet is not None
+        assert serving is not None
+        with anyio.fail_after(10):
+            while len(serving.binder.gangs.shown) < len(gang):
+                await anyio.sleep(0.01)
         for _ in range(3):
             for member in gang:
                 assert (await simulate(scheduler, member, "a"))["NodeNames"] == ["a"]

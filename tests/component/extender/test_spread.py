@@ -5,10 +5,12 @@ from typing import Any
 import anyio
 import pytest
 
+from agent.extender import binder
 from agent.extender.binder import MOST_IN_VAIN
 from agent.model.placement import HINT, POLICY
 from tests.component.extender.api import ClusterApi, Object, gpus
 from tests.component.extender.replicas import Scheduler, leader
+from tests.pace import scaled
 
 OWNER = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "web", "uid": "rs", "controller": True}
 NODES = ("a", "b", "c")
@@ -44,8 +46,9 @@ async def test_replicas_spread(flags: dict[str, str], metadata: dict[str, Any], 
     assert len({node for node, _ in found[:3]}) == min(3, places - 1)
 
 
-async def test_a_replica_is_ranked_once_the_one_before_it_is_bound() -> None:
+async def test_a_replica_is_ranked_once_the_one_before_it_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """kube-scheduler binds beside its work on the next pod."""
+    monkeypatch.setattr(binder, "SIBLING_SECONDS", scaled(10.0))
     api = ClusterApi()
     for node in NODES:
         api.node(node, *gpus(2))

@@ -19,14 +19,13 @@ from agent.inventory.actor import Inventory
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.inventory.verdicts import rules_from
-from agent.kit.cell import Cell
-from agent.kit.tasks import Supervisor
+from agent.kit.tasks import Cell, Supervisor
 from agent.kubelet.podresources import PodResources
 from agent.model.health import HealthState
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.nvml.binding import NvmlBinding
+from agent.nvml.event_watch import WorkerThread
 from agent.nvml.port import NvmlPort
-from agent.nvml.worker_thread import WorkerThread
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from agent.whole.wing import PgpuPlugin

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from agent.model.health import HealthState, RecoveryAction
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from tests.component.health.bench import FACE, watching
 
 pytestmark = pytest.mark.usefixtures("face")

@@ -11,8 +11,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from agent.inventory.snapshot import boot_seconds
 from agent.kit.tasks import FatalError, describe
-from agent.kit.timestamps import boot_seconds
 from agent.model.gpu import Driver
 from agent.model.health import HealthState
 from agent.simulator.machine import SimulatedMachine

@@ -177,7 +177,7 @@ def register(kubelet_socket: Path, endpoint: str, resource: str = GPU, version: 
     """Call Register on `kubelet.sock`. Blocks. Raises grpc.RpcError."""
     with dial(kubelet_socket) as channel:
         request = V1BETA1.RegisterRequest(version=version, endpoint=endpoint, resource_name=resource)
-        V1BETA1.RegistrationStub(channel).Register(request, timeout=10, wait_for_ready=True)
+        V1BETA1.RegistrationStub(channel).Register(request, timeout=scaled(10), wait_for_ready=True)
 
 
 class PodResources:

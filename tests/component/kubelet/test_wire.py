@@ -14,6 +14,7 @@ from agent.simulator.kubelet import EmbeddedKubelet
 from agent.simulator.kubelet.grpc_peer import UnixChannel
 from agent.simulator.kubelet.registration import is_extended_resource
 from tests.component.kubelet.peer import Plugin
+from tests.pace import scaled
 
 
 async def authority_seen(socket: Path, *, watcher: bool) -> str:
@@ -35,9 +36,9 @@ async def authority_seen(socket: Path, *, watcher: bool) -> str:
     async with await asyncio.start_unix_server(serve, socket):
         channel = UnixChannel(socket, authority=None) if watcher else UnixChannel(socket)
         call = (
-            pluginregistration.RegistrationStub(channel).get_info(timeout=5)
+            pluginregistration.RegistrationStub(channel).get_info(timeout=scaled(5))
             if watcher
-            else v1beta1.DevicePluginStub(channel).get_device_plugin_options(timeout=5)
+            else v1beta1.DevicePluginStub(channel).get_device_plugin_options(timeout=scaled(5))
         )
         try:
             with pytest.raises(StreamTerminatedError):
@@ -59,10 +60,10 @@ async def test_call_after_close_does_not_connect_anew(root: Path) -> None:
     with Plugin(root / "p.sock").serving():
         channel = UnixChannel(root / "p.sock")
         stub = v1beta1.DevicePluginStub(channel)
-        await stub.get_device_plugin_options(timeout=5)
+        await stub.get_device_plugin_options(timeout=scaled(5))
         channel.close()
         with pytest.raises(GRPCError, match="the client connection is closing"):
-            await stub.get_device_plugin_options(timeout=5)
+            await stub.get_device_plugin_options(timeout=scaled(5))
 
 
 def test_long_root_is_refused_with_the_remedy() -> None:

@@ -13,13 +13,14 @@ import anyio
 import anyio.to_thread
 import grpc
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
+from agent.kubelet import wire
 from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.service import DevicePluginService
 from agent.kubelet.wire import Allocation, PreferenceRequest
-from agent.lists import encode
 from agent.model.modes import Assignment
 from tests.component import protos
+from tests.pace import scaled
 
 V1BETA1 = protos.load("deviceplugin")
 REGISTRY = protos.load("registration")
@@ -28,7 +29,7 @@ GPU = "nvidia.com/gpu"
 
 def listing(*ids: str) -> bytes:
     """An encoded list of healthy devices."""
-    return b"".join(encode.device(one, True, None) for one in ids)
+    return b"".join(wire.device(one, True, None) for one in ids)
 
 
 class ScriptedPlugin:
@@ -119,14 +120,14 @@ class Peer:
         self.device = V1BETA1.DevicePluginStub(self.channel)
         self.watcher = REGISTRY.RegistrationStub(self.channel)
 
-    async def call(self, method: Any, request: object, timeout: float = 10) -> Any:
+    async def call(self, method: Any, request: object) -> Any:
         """One unary call. Raises grpc.RpcError."""
-        return await anyio.to_thread.run_sync(lambda: method(request, timeout=timeout))
+        return await anyio.to_thread.run_sync(lambda: method(request, timeout=scaled(10)))
 
-    async def raw(self, path: str, data: bytes, timeout: float = 10) -> bytes:
+    async def raw(self, path: str, data: bytes) -> bytes:
         """One unary call with bytes as they are. Raises grpc.RpcError."""
         method = self.channel.unary_unary(path)
-        answer: bytes = await self.call(method, data, timeout)
+        answer: bytes = await self.call(method, data)
         return answer
 
     async def allocate(self, *ids: str) -> Any:

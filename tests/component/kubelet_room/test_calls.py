@@ -13,8 +13,7 @@ import pytest
 
 from agent.kubelet import service as service_module
 from agent.kubelet.podresources import PATIENCE_SECONDS
-from agent.kubelet.wire import Allocation, DeviceNode, PreferenceRequest, Reason, Refused
-from agent.model.mount import Mount
+from agent.kubelet.wire import Allocation, DeviceNode, Mount, PreferenceRequest, Reason, Refused
 from agent.pairing.resolver import MISS_SECONDS
 from tests.component.kubelet_room.parts import (
     GPU,
@@ -25,6 +24,7 @@ from tests.component.kubelet_room.parts import (
     eventually,
     served,
 )
+from tests.pace import scaled
 
 Code = grpc.StatusCode
 METHODS = (
@@ -267,7 +267,7 @@ async def test_broken_bytes_harm_nobody(
         try:
             if method.endswith("ListAndWatch"):
                 await anyio.to_thread.run_sync(
-                    lambda: next(peer.channel.unary_stream(method)(data, timeout=5))
+                    lambda: next(peer.channel.unary_stream(method)(data, timeout=scaled(5)))
                 )
             else:
                 await peer.raw(method, data)

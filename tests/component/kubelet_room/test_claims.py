@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet import claim_service as service_module
 from agent.kubelet.claim_service import SERVICE, ClaimName, ClaimService, DeviceVerdict, PreparedShare
 from agent.kubelet.grpc_server import DrainableServer

@@ -6,10 +6,9 @@
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Self
 
-from agent.kit.cell import Cell
-from agent.kit.tasks import follow
+from agent.kit.tasks import Cell, follow
+from agent.kubelet import wire
 from agent.kubelet.wire import Allocation, PreferenceRequest, Refused, ResourcePlugin
-from agent.lists import encode
 from agent.model.modes import Assignment, BadDeviceId, DeviceId, Mode, parse
 from agent.modes.wing import Node, Wing
 
@@ -31,7 +30,7 @@ class HalfPlugin:
         await follow(self.refresh, self._node.snapshot, self._node.assignment, self._node.holdings.cell)
 
     def refresh(self) -> None:
-        parts = (encode.devices(ids, healthy) for ids, healthy in self._devices(self._node.assignment.value))
+        parts = (wire.devices(ids, healthy) for ids, healthy in self._devices(self._node.assignment.value))
         encoded = b"".join(parts)
         if encoded != self.lists.value:
             self.lists.publish(encoded)

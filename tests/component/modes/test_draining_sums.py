@@ -4,7 +4,7 @@ from typing import Any
 
 import anyio
 
-from agent.model.demand import VGPU
+from agent.model.pod import VGPU
 from agent.node.conditions import CONDITION
 from agent.simulator.kubelet.pod_specs import Phase
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig

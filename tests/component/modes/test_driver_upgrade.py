@@ -7,7 +7,7 @@ from urllib.error import URLError
 import anyio
 import anyio.to_thread
 
-from agent.model.demand import MPS
+from agent.model.pod import MPS
 from agent.mps import processes
 from agent.mps.directories import Directories
 from agent.node.driver_upgrade import STATE_LABEL

@@ -10,10 +10,8 @@ from typing import Any, cast
 
 import anyio
 
-from agent.cluster.event_recorder import EventRecorder
-from agent.cluster.node import NodeObject
-from agent.cluster.own_node import Amounts, OwnCondition
-from agent.kit.cell import Cell
+from agent.cluster.node import Amounts, NodeCondition, OwnNode
+from agent.kit.tasks import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, Mode
 from agent.model.node_inventory import everywhere
@@ -21,7 +19,6 @@ from agent.modes.desired import Desired
 from agent.modes.planner import LONGEST_SECONDS
 from agent.modes.switcher import ModeSwitcher
 from agent.node.conditions import NodeStateWriter
-from agent.node.object import ClusterNode
 from tests.unit.modes.nodes import Daemon, Kubelet, Lists, gpu, snapshot_of
 from tests.unit.node.memory_api import NODE, MemoryApi
 from tests.unit.node.world import GPU, READ_SECONDS, World
@@ -62,25 +59,25 @@ class CountingApi(MemoryApi):
         return json.dumps(self.node).encode()
 
 
-class ReportedNode(ClusterNode):
+class ReportedNode(OwnNode):
     """The Node object with its conditions and events, each of which is a write."""
 
-    def __init__(self, api: CountingApi, node: NodeObject) -> None:
-        super().__init__(node, EventRecorder(api, "n"))
-        self._api = api
-        self.events: Counter[str] = Counter()
-        self._there: OwnCondition | None = None
+    def __init__(self, api: CountingApi) -> None:
+        super().__init__(api, "n")
+        self._counting = api
+        self.said: Counter[str] = Counter()
+        self._there: NodeCondition | None = None
 
     async def write_condition(self, kind: str, status: str, reason: str, message: str, changed: str) -> None:
-        self._api.count()
-        self._there = OwnCondition(status, reason, message, changed)
+        self._counting.count()
+        self._there = NodeCondition(kind, status, reason, message, changed)
 
-    def condition(self, kind: str) -> OwnCondition | None:
+    def condition(self, kind: str) -> NodeCondition | None:
         return self._there
 
     def event(self, reason: str, message: str, warning: bool) -> None:
-        self._api.count()
-        self.events[reason] += 1
+        self._counting.count()
+        self.said[reason] += 1
 
 
 class SlowDaemon(Daemon):
@@ -133,7 +130,8 @@ async def failing() -> AsyncIterator[FailingNode]:
         announcer=world.withdrawals,
         wings={Mode.MPS: daemon},
     )
-    reported = ReportedNode(api, world.node)
+    reported = ReportedNode(api)
+    reported.reflector = world.node.reflector
     async with world.running(), anyio.create_task_group() as group:
         group.start_soon(switcher.run)
         group.start_soon(NodeStateWriter(reported, switcher.state).run)
@@ -171,7 +169,7 @@ async def test_failing_mode_is_quiet() -> None:
         assert sum(later) <= 40  # two tries in that hour and some
         assert 8 <= node.tries <= 12
         # One failure is one event, and in between the node offers what it offered before.
-        assert node.reported.events["ModeFailed"] == 1
+        assert node.reported.said["ModeFailed"] == 1
         assert (node.api.allocatable, node.api.tainted) == ({GPU: 8}, False)
 
 

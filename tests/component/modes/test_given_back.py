@@ -7,8 +7,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agent.modes.cordons import ANNOTATION
 from agent.modes.desired import LABEL
+from agent.modes.withholding import ANNOTATION
 from agent.mps import processes
 from agent.mps.directories import Directories
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION

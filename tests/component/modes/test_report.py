@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import anyio
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.modes.planner import Phase, SwitchState
 from agent.node.conditions import CONDITION, LONGEST_RETRY_SECONDS, MODE_LABEL, NodeStateWriter
 from tests.unit.node.test_telling import OwnNode

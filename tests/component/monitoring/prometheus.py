@@ -86,7 +86,7 @@ class Prometheus:
     async def _get(self, path: str) -> Any:
         def ask() -> Any:
             try:
-                with urllib.request.urlopen(self.url + path, timeout=10) as reply:
+                with urllib.request.urlopen(self.url + path, timeout=scaled(10)) as reply:
                     return json.load(reply)
             except urllib.error.HTTPError as error:
                 with error:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.model.demand import VGPU
 from agent.model.holding import Growth, Holding, Record
+from agent.model.pod import VGPU
 from agent.telemetry.containers import shares_of
 from tests.component.monitoring import queries
 from tests.component.monitoring.promtool import Document, check, holds, in_1024ths, series

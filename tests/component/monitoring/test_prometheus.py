@@ -14,11 +14,11 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.model.demand import VGPU
 from agent.model.modes import SHARES, WHOLE_GPUS
+from agent.model.pod import VGPU
 from agent.mps import processes
 from agent.mps.directories import Directories
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from agent.simulator import events
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.status import client

@@ -15,8 +15,7 @@ from agent.mps import processes
 from agent.mps.binary import CONTROL, Program
 from agent.mps.compute_mode import ComputeModes
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_parts import Options
-from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
+from agent.mps.daemon_parts import DaemonState, DaemonStatus, EventReason, Options
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError
 from agent.mps.processes import Process
@@ -31,7 +30,7 @@ OPTIONS = Options(
     prestart=False,
     probe_seconds=0.2,
     log_seconds=0.05,
-    quit_seconds=1,
+    quit_seconds=0,  # stand-ins for servers leave at a signal only
 )
 
 

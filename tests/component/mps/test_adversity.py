@@ -13,7 +13,7 @@ from agent.mps import probing, processes
 from agent.mps.binary import CONTROL, SERVER, Program
 from agent.mps.control_commands import Control
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_status import DaemonState, EventReason
+from agent.mps.daemon_parts import DaemonState, EventReason
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import DaemonRefused
 from agent.nvml.port import ComputeMode

@@ -8,14 +8,14 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.mps import daemon_manager, processes
 from agent.mps.binary import Program
 from agent.mps.compute_mode import RECORD
 from agent.mps.daemon_manager import DaemonManager
-from agent.mps.daemon_status import EventReason
+from agent.mps.daemon_parts import EventReason
 from agent.mps.directories import Directories
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, Modes, Reports

@@ -13,11 +13,10 @@ import anyio.to_thread
 import pytest
 
 from agent.mps.binary import Program
-from agent.mps.control_commands import Control, environment
+from agent.mps.control_commands import Control, ServerState, environment
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_status import DaemonState
+from agent.mps.daemon_parts import DaemonState
 from agent.mps.mps_errors import DaemonRefused, Unanswered
-from agent.mps.parse import ServerState
 from tests.component.mps.keeping import OPTIONS, Bench, reached
 
 

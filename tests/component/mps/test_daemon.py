@@ -14,7 +14,7 @@ import pytest
 
 from agent.mps import daemon_logs
 from agent.mps.binary import Program
-from agent.mps.daemon_status import DaemonState, EventReason
+from agent.mps.daemon_parts import DaemonState, EventReason
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError
 from agent.nvml.port import ComputeMode

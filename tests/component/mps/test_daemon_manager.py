@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.gpu import Driver, Gpu
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.mps import daemon_manager as fleet_module

@@ -14,7 +14,7 @@ import anyio.to_thread
 import pytest
 
 from agent.mps.binary import CONTROL, Program, find
-from agent.mps.daemon_status import DaemonState
+from agent.mps.daemon_parts import DaemonState
 from tests.component.mps.keeping import Bench, daemons_of, reached
 from tests.cuda_binaries import NAME as LIBRARY
 

@@ -24,7 +24,7 @@ from agent.mps import launch, launcher
 from agent.mps.binary import CONTROL, Program
 from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_status import DaemonState
+from agent.mps.daemon_parts import DaemonState
 from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError
 from tests.component.mps.keeping import Bench, daemons_of, reached

@@ -12,7 +12,7 @@ import pytest
 
 from agent.model.cuda import limits
 from agent.model.gpu import Gpu
-from agent.mps.binary import SERVER
+from agent.mps.binary import CONTROL, SERVER
 from agent.mps.directories import Directories
 from tests.component.mps import fake_cuda
 from tests.component.mps.conftest import STAND_IN_SERVER
@@ -29,11 +29,11 @@ GPU = Gpu(UUID, 0, 0, "0000:1b:00.0", "fake", 8 << 30, (9, 0))
 @pytest.fixture
 def rig(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     """A rig whose programs are laid out: it takes them for those of the driver."""
-    # The stand-in leaves at a signal only, after all the time that clients are given.
-    monkeypatch.setattr(rig_module, "OPTIONS", replace(rig_module.OPTIONS, quit_seconds=1))
+    # The stand-in leaves at a signal only, after all the time that clients are given: none.
+    monkeypatch.setattr(rig_module, "OPTIONS", replace(rig_module.OPTIONS, quit_seconds=0))
     laid_out = run_folder / "programs"
     laid_out.mkdir()
-    (laid_out / "nvidia-cuda-mps-control").symlink_to(control_program(max(SUITES)))
+    (laid_out / CONTROL).symlink_to(control_program(max(SUITES)))
     (laid_out / SERVER).write_text(STAND_IN_SERVER)
     (laid_out / SERVER).chmod(0o755)
     return Rig(GPU, "550.0", run_folder, str(fake_cuda.build(tmp_path)))
@@ -103,8 +103,15 @@ async def test_where_no_server_starts_it_is_said_once_and_at_once(
 ) -> None:
     """As on a machine whose driver and programs do not fit: the other tests wait for nothing."""
     monkeypatch.setattr(Rig, "hopeless", {})
-    server = rig.folder / "programs" / SERVER
-    await anyio.Path(server).write_text("#!/bin/sh\nexit 1\n")
+    await anyio.Path(rig.folder / "programs" / SERVER).write_text("#!/bin/sh\nexit 1\n")
+    # The daemon names a server from its fork on: one that is slow to die would be taken for one that serves.
+    control = anyio.Path(rig.folder / "programs" / CONTROL)
+    real = await control.readlink()
+    await control.unlink()
+    await control.write_text(
+        f'#!/bin/sh\ncase "$1" in -d) exec {real} "$@";; esac\n{real} | sed "/^[0-9]*$/d"\n'
+    )
+    await control.chmod(0o755)
     with pytest.RaisesGroup(
         pytest.RaisesExc(AssertionError, match=r"does not start[\s\S]*needs a plain Linux")
     ):

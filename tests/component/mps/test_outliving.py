@@ -14,7 +14,7 @@ import pytest
 
 from agent.mps import launch
 from agent.mps.binary import Program
-from agent.mps.daemon_status import DaemonState
+from agent.mps.daemon_parts import DaemonState
 from agent.mps.mps_errors import MpsError
 from agent.nvml.port import ComputeMode
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, daemons_of, reached

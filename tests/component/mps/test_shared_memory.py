@@ -16,7 +16,7 @@ import anyio.to_thread
 import pytest
 
 from agent.cleanup import this_node
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Record
 from agent.mps import launch, shared_memory
 from agent.mps import shm_sweep as sweep_module

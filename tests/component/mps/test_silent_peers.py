@@ -15,7 +15,7 @@ import pytest
 from agent.mps import connections
 from agent.mps.binary import Program
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_status import DaemonState, EventReason
+from agent.mps.daemon_parts import DaemonState, EventReason
 from tests.component.mps.keeping import OPTIONS, Bench, daemons_of, halted, one_server, reached
 from tests.component.mps.test_tenants import TENANT, as_tenant, seen_states
 

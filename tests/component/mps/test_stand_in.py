@@ -13,7 +13,7 @@ from agent.model.cuda import PIPE_DIRECTORY
 from agent.mps.binary import Program
 from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_status import DaemonState
+from agent.mps.daemon_parts import DaemonState
 from agent.mps.directories import Directories
 from agent.simulator import mps_control
 from tests.component.mps.keeping import OPTIONS, Bench, reached

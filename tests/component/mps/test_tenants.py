@@ -21,9 +21,10 @@ from agent.mps import daemon_logs, launch, probing, processes, shared_memory
 from agent.mps.binary import CONTROL, Program
 from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
-from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
+from agent.mps.daemon_parts import DaemonState, DaemonStatus, EventReason
 from agent.mps.directories import Directories
 from tests.component.mps.keeping import OPTIONS, UUID, Bench, Word, daemons_of, reached
+from tests.pace import scaled
 
 TENANT = 65534
 CGROUPS = Path("/sys/fs/cgroup")
@@ -286,7 +287,7 @@ def false_daemon(request: pytest.FixtureRequest, run_folder: Path, pod_cgroup: l
         cwd=Path(__file__).parents[3],
     )
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + scaled(20)
         while not processes.impostors(pipe):
             assert time.monotonic() < deadline, player.poll()
             time.sleep(0.02)

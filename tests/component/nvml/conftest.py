@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.nvml.binding import NvmlBinding
-from agent.nvml.nvml_errors import NvmlError
-from agent.nvml.port import NvmlPort
+from agent.nvml.port import NvmlError, NvmlPort
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from tests.nvml_double.build import STATE_VARIABLE, build

@@ -6,8 +6,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from agent.nvml.nvml_errors import NvmlCode, NvmlDriverMismatch, NvmlError
-from agent.nvml.port import EventKind, LinkPeer, NvmlEvent
+from agent.nvml.port import EventKind, LinkPeer, NvmlCode, NvmlDriverMismatch, NvmlError, NvmlEvent
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.state import ProcessKind
 from tests.component.nvml.conftest import Faces

@@ -8,7 +8,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from agent.nvml.nvml_errors import NvmlCode, NvmlNotSupported
+from agent.nvml.port import NvmlCode, NvmlNotSupported
 from tests.component.nvml.conftest import Faces
 from tests.cuda_double.build import build
 from tests.cuda_double.fixtures import CACHE
@@ -16,6 +16,7 @@ from tests.cuda_double.layout import STATE_VARIABLE
 from tests.cuda_double.layout_time import ClockMode
 from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.cuda_double.program import Program, program
+from tests.pace import scaled
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_work_of_a_program_is_sampled(faces: Faces, cuda: CudaMachine, app: Prog
     """A period in which it had the GPU all the time is one of 100 percent, of that GPU and process alone."""
     cuda.start_clock(ClockMode.WALL)
     app("kernel = function(b'work_60000ms')", "launch(kernel)")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + scaled(30)
     found: list[tuple[int, int]] = []
     while (app.pid, 100) not in found and time.monotonic() < deadline:
         app("call('cuStreamQuery', u64())")  # the GPU's time moves on with each look

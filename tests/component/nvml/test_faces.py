@@ -7,8 +7,17 @@ from typing import cast
 import pytest
 
 from agent.model.gpu import Gpu
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost
-from agent.nvml.port import ComputeMode, EventKind, GpuProcess, NvmlEvent, Sample, SampleRequest
+from agent.nvml.port import (
+    ComputeMode,
+    EventKind,
+    GpuProcess,
+    NvmlCode,
+    NvmlError,
+    NvmlEvent,
+    NvmlGpuLost,
+    Sample,
+    SampleRequest,
+)
 from agent.nvml.sampling import mean_use
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml_functions import CALLS

@@ -17,7 +17,7 @@ PROLOGUE = """
 import shutil, sys
 from pathlib import Path
 from agent.nvml.binding import NvmlBinding
-from agent.nvml.nvml_errors import *
+from agent.nvml.port import *
 library, folder = Path(sys.argv[1]), Path(sys.argv[2])
 def refused(binding):
     try:

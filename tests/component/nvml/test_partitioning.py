@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.nvml.nvml_errors import NvmlCode, NvmlError
-from agent.nvml.port import MigProfile, Partition
+from agent.nvml.port import MigProfile, NvmlCode, NvmlError, Partition
 from agent.simulator.profile import Profile
 from agent.simulator.profiles import profile_named
 from tests.component.nvml.conftest import Faces, outcome

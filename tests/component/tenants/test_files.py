@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
-from agent.kit.cell import Cell
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
+from agent.model.pod import VGPU
 from agent.vgpu import layout
 from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, key_of
 from agent.vgpu.isolation_errors import FolderUnusable
@@ -29,6 +29,7 @@ from agent.vgpu.limits import Enforcement
 from agent.vgpu.room import Isolation
 from clib.build_library import cached
 from tests.cuda_double.program import Program, commanded
+from tests.pace import scaled
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,7 +39,7 @@ TENANT = Path(__file__).with_name("tenant.py")
 # SETFCAP SETPCAP NET_BIND_SERVICE SYS_CHROOT KILL AUDIT_WRITE.
 DEFAULT, NONE = 0xA80425FB, 0
 Value = TypeVar("Value")
-SOON = 5.0  # seconds, on a busy machine; a lease is waited for up to 45 s
+SOON = min(scaled(5.0), 30.0)  # seconds; a lease is waited for up to 45 s
 
 
 FILES = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.vgpu.loaded import loads
+from agent.vgpu.watch import loads
 from clib.build_library import cached
 from tests.cuda_double.program import Program, commanded
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from agent.model.claim_device import DRIVER, pool_of
+from agent.model.resource_claim import DRIVER, pool_of
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodClaim, PodSpec
 from agent.simulator.kubelet.resource_objects import CLAIMS, SLICES
 from tests.storm.acts import tenants, users

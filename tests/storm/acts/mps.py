@@ -2,7 +2,7 @@
 
 import random
 
-from agent.model.demand import MPS
+from agent.model.pod import MPS
 from agent.simulator.kubelet.pod_specs import Phase
 from tests.storm.mps_daemons import VirtualDaemon
 from tests.storm.world import World

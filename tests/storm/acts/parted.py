@@ -4,7 +4,7 @@ import random
 
 import anyio
 
-from agent.nvml.nvml_errors import NvmlCode
+from agent.nvml.port import NvmlCode
 from agent.simulator.state import InstanceState, ProcessKind
 from tests.storm import seams
 from tests.storm.cheaper import NvmlFaults

@@ -11,13 +11,13 @@ import pytest
 from agent.check.claims import SUBJECT as CLAIMS
 from agent.check.claims import ClaimSupport, claim_support
 from agent.check.host import HostFiles
+from agent.check.injection import Own, own_specification
+from agent.check.kubelet import CheckedNode
 from agent.check.look import GOOD, NOT_SEEN, WRONG, verdict
 from agent.check.node_check import Observation, look
-from agent.check.own_specification import Own, own_specification
-from agent.check.software import CheckedNode
 from agent.cli.main import main
 from agent.injection.inject import NodeSoftware
-from agent.injection.specification import FILE, KIND, Devices
+from agent.injection.toolkit import FILE, KIND, Devices
 from agent.model.look import Look, Severity
 from agent.settings import Settings, load
 from agent.simulator.machine import SimulatedMachine

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.check.host import HostFiles, host_of
+from agent.check.host import HostFiles, Runtimes, host_of, runtimes, toolkit_version
 from agent.check.kubelet import topology_manager
-from agent.check.runtime_files import Runtimes, runtimes, toolkit_version
 from agent.kit.files import inside
 from agent.settings import load
 from tests.unit.check.conftest import CONTAINERD, written

@@ -18,7 +18,7 @@ from agent.cli.main import main
 from agent.cluster.api import KubeApi
 from agent.kit.files import exclusive
 from agent.mps import leaving
-from agent.node.taint import EFFECT, TAINT
+from agent.node.capacity import EFFECT, TAINT
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings, load
 

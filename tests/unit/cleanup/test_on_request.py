@@ -27,7 +27,8 @@ from agent.cleanup.request import (
     taking_back,
 )
 from agent.cluster.api import ApiUnavailable, KubeApi
-from agent.cluster.node import ApiNode, NodeObject
+from agent.cluster.node import ApiNode
+from agent.cluster.node import OwnNode as RealNode
 from agent.model.pod import Metadata
 from agent.settings import Settings
 
@@ -35,25 +36,25 @@ NOBODY: Any = None  # Obstacles have the pods
 NOW = datetime(2026, 11, 22, 8, tzinfo=UTC)
 
 
-class OwnNode(NodeObject):
+class OwnNode(RealNode):
     """A node object that shows its own patches at once, as a watch does a moment later."""
 
     def __init__(self) -> None:
         super().__init__(KubeApi(None, None), "node1")
-        self.annotations: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
         self.failing = 0
         self.publish()
 
     def publish(self) -> None:
-        made = ApiNode(Metadata(name="node1", uid="u", annotations=dict(self.annotations)))
+        made = ApiNode(Metadata(name="node1", uid="u", annotations=dict(self.notes)))
         self.reflector.items.publish(MappingProxyType({"u": made}))
 
     def set(self, annotations: Any) -> None:
-        merged = {**self.annotations, **annotations}
-        self.annotations = {key: value for key, value in merged.items() if value is not None}
+        merged = {**self.notes, **annotations}
+        self.notes = {key: value for key, value in merged.items() if value is not None}
         self.publish()
 
-    async def patch_metadata(self, labels: Any = None, annotations: Any = None) -> None:
+    async def write_metadata(self, labels: Any, annotations: Any) -> None:
         """Annotations alone."""
         assert not labels
         await anyio.lowlevel.checkpoint()
@@ -63,7 +64,7 @@ class OwnNode(NodeObject):
         self.set(annotations)
 
     def report(self) -> CleanupReport | None:
-        text = self.annotations.get(REPORT)
+        text = self.notes.get(REPORT)
         return msgspec.json.decode(text, type=CleanupReport) if text else None
 
 
@@ -170,9 +171,9 @@ async def test_what_is_over_is_put_away(old: Any, obstacles: Obstacles, settings
     node.set({**old, "gpu-node-agent.io/state": "{}"})
     async with serving(node, settings):
         with anyio.fail_after(20):
-            while NOTHING.keys() & node.annotations.keys():
+            while NOTHING.keys() & node.notes.keys():
                 await anyio.sleep(0.005)
-    assert node.annotations == {"gpu-node-agent.io/state": "{}"}
+    assert node.notes == {"gpu-node-agent.io/state": "{}"}
 
 
 def test_no_request_lasts_for_ever() -> None:
@@ -261,4 +262,4 @@ async def test_it_waits_for_its_deletion_when_the_hook_is_done(
             group.start_soon(stand, node, settings, 3000)
             await until(node, clean_report("a"))
             node.set(NOTHING)
-    assert node.annotations == {}
+    assert node.notes == {}

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from agent.model.pod import Pod
-from agent.vgpu.node_limits import FILES, FOLDERS, ways_around
+from agent.vgpu.avoidance import FILES, FOLDERS, ways_around
 
 MEMORY = "tencent.com/vcuda-memory"
 OURS = (*FOLDERS, "/var/lib/gpu-node-agent", "/run/gpu-node-agent", "/var/run/cdi", "/var/lib/kubelet")

@@ -14,7 +14,7 @@ from agent.model.holding import PairMember
 from agent.model.pod import Metadata
 from agent.vgpu.folders import About
 from agent.vgpu.limits import Enforcement, NamespaceEnforcement
-from agent.vgpu.node_limits import NodeLimits
+from agent.vgpu.wing import NodeLimits
 
 
 def _labels() -> NamespaceLabels:

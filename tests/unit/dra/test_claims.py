@@ -5,12 +5,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent.dra.claims import Bounds, ClaimRefused, asked, check_containers
-from agent.dra.configuration import BadConfiguration, ShareConfiguration, parse
-from agent.model.claim_device import DRIVER, device_name, pool_of
+from agent.dra.claims import (
+    BadConfiguration,
+    Bounds,
+    ClaimRefused,
+    ShareConfiguration,
+    asked,
+    check_containers,
+    parse,
+)
 from agent.model.modes import SHARES, WHOLE_GPUS
 from agent.model.pod import Pod
-from agent.model.resource_claim import HeldClaim, ResourceClaim
+from agent.model.resource_claim import DRIVER, HeldClaim, ResourceClaim, device_name, pool_of
 
 GPU, OTHER = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50", "GPU-6fd4f087-86f3-7a43-b711-4771313afc50"
 POOL = pool_of("n1")

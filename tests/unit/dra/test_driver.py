@@ -12,7 +12,7 @@ from agent.dra.claims import asked
 from agent.dra.driver import ClaimPreparer, ClaimReports
 from agent.dra.ledger import ClaimLedger
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.claim_service import ClaimName
 from agent.model.holding import Holder
 from agent.model.modes import SHARES, Assignment, GpuMode

@@ -8,12 +8,12 @@ import anyio
 import pytest
 
 from agent.dra.ledger import RECORDED_SECONDS, ClaimLedger
-from agent.kit.cell import Cell
-from agent.model.claim_device import ClaimedShare, device_name
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Source
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
-from agent.model.resource_claim import AskedDevice, HeldClaim
+from agent.model.resource_claim import AskedDevice, ClaimedShare, HeldClaim, device_name
 from agent.modes.desired import ClaimRequests
+from tests.virtual_time import in_virtual_time
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 
@@ -67,6 +67,7 @@ async def test_the_first_claim_chooses_and_the_last_one_frees() -> None:
         (claim("a", 10, 100), claim("b", 10, 40)),
     ],
 )
+@in_virtual_time
 async def test_a_claim_waits_for_those_that_were_freed_while_their_containers_run(
     there: HeldClaim, comes: HeldClaim
 ) -> None:
@@ -85,6 +86,7 @@ async def test_a_claim_waits_for_those_that_were_freed_while_their_containers_ru
     assert set(book.held.value) == {comes.uid}
 
 
+@in_virtual_time
 async def test_of_two_that_wait_one_gets_it_and_the_other_waits_on() -> None:
     book, _ = ledger()
     first, *others = claim("a"), claim("b"), claim("c")
@@ -106,6 +108,7 @@ async def test_of_two_that_wait_one_gets_it_and_the_other_waits_on() -> None:
     assert len(got) == 2
 
 
+@in_virtual_time
 async def test_a_claim_of_several_gpus_takes_all_or_none() -> None:
     book, wanted = ledger()
     await taken(book, claim("a", gpus=("GPU-2",)))
@@ -144,6 +147,7 @@ async def test_a_claim_that_is_given_back_while_it_is_prepared_is_not_answered()
     assert not book.answered(one)
 
 
+@in_virtual_time
 async def test_a_daemon_is_kept_warm_unless_a_whole_gpu_is_asked_for() -> None:
     book, wanted = ledger(keep=0.05)
     one = claim("one", 30)
@@ -216,6 +220,7 @@ async def test_a_claim_keeps_its_devices_while_other_drivers_of_its_pod_prepare(
     assert not wanted.value
 
 
+@in_virtual_time
 async def test_of_128_shares_of_a_gpu_as_many_are_ready_as_mps_serves() -> None:
     """The scheduler counts clients, too; this is for one that counted by an older slice."""
     book, _ = ledger()

@@ -9,7 +9,7 @@ import agent.dra
 from agent.dra.offers import Offers, word_of
 from agent.dra.slices import RESERVED, UNAVAILABLE, UNHEALTHY
 from agent.inventory.snapshot import GpuState, Snapshot, pcie_root
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import SHARES, UNCLAIMED, WHOLE_GPUS, Assignment, GpuMode, Mode, Offering
 from agent.modes.desired import ClaimRequests

@@ -19,10 +19,10 @@ from agent.dra.slices import (
     rewrites,
     writes,
 )
-from agent.model.claim_device import DRIVER, device_name, parse_device, share_of
 from agent.model.gpu import Driver, Gpu, Topology
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.pod import Metadata
+from agent.model.resource_claim import DRIVER, device_name, parse_device, share_of
 
 NODE = "worker-1"
 BOTH = (WHOLE_GPUS, SHARES)

@@ -7,11 +7,10 @@ import pytest
 from agent.extender.fleet import UNKNOWN_NODE, BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import WHOLE_GPU, Chosen, PodDemand, pod_demand
-from agent.model.demand import MPS, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import PlacementPolicy
-from agent.model.pod import Container
+from agent.model.pod import MPS, VGPU, Container
 from tests.pods import a_pod
 
 BLOCKS = 320

@@ -9,11 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.pod_demand import Chosen, PodDemand, pod_demand
-from agent.model.demand import CORES, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import PlacementPolicy
-from agent.model.pod import Container
+from agent.model.pod import CORES, VGPU, Container
 from tests.pods import a_pod
 
 NODES, GPUS, BLOCKS = ("a", "b"), 3, 320

@@ -9,16 +9,14 @@ from agent.cluster.api import KubeApi
 from agent.cluster.event_recorder import EventRecorder
 from agent.extender.fleet import Assumed, BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
-from agent.extender.gang_record import KeptChoice
-from agent.extender.gangs import LEFT_SECONDS, REFUSED_SECONDS, Gangs, Member
+from agent.extender.gangs import LEFT_SECONDS, REFUSED_SECONDS, Gangs, KeptChoice, Member
 from agent.extender.pending_pods import PendingPods, read_pending
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.extender.verdicts import Verdicts
 from agent.kit.tasks import Supervisor
-from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.pod import Container
+from agent.model.pod import VGPU, Container
 from tests.pods import a_pod
 
 HALF = pod_demand(a_pod("ns", "p", (Container("main", {VGPU.core: 50, VGPU.memory: 16}),)))

@@ -9,10 +9,9 @@ import pytest
 from agent.extender.free_capacity import HeldUnits
 from agent.extender.objects import read_node, read_pod
 from agent.extender.pod_demand import pod_demand
-from agent.model.demand import VGPU, Impossible
 from agent.model.modes import Mode
 from agent.model.node_inventory import INVENTORY
-from agent.model.pod import Container, Pod
+from agent.model.pod import VGPU, Container, Impossible, Pod
 from tests.pods import a_pod
 
 CORE, MEMORY = VGPU.core, VGPU.memory

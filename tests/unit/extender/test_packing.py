@@ -12,11 +12,10 @@ from agent.extender.free_capacity import PodClaim
 from agent.extender.packing import NODE_STEPS, SearchWork
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.extender.verdicts import NOT_REACHED, REQUEST_STEPS, Verdicts
-from agent.model.demand import CORES, VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
 from agent.model.placement import PlacementPolicy
-from agent.model.pod import Container
+from agent.model.pod import CORES, VGPU, Container
 from tests.bench import arrivals
 from tests.pods import a_pod
 

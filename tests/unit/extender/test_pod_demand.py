@@ -3,9 +3,8 @@
 import pytest
 
 from agent.extender.pod_demand import WHOLE_GPU, Slot, annotations_of, chosen_in, pod_demand
-from agent.model.demand import MPS, VGPU, Demand, Impossible
 from agent.model.modes import Mode
-from agent.model.pod import Container, Pod, Stage
+from agent.model.pod import MPS, VGPU, Container, Demand, Impossible, Pod, Stage
 from tests.pods import a_pod
 
 

@@ -8,10 +8,9 @@ from agent.extender.eviction import victims_needed, would_have_to_go
 from agent.extender.fleet import BoundPod, Fleet, LedgerNode
 from agent.extender.free_capacity import PodClaim
 from agent.extender.pod_demand import WHOLE_GPU, PodDemand, pod_demand
-from agent.model.demand import VGPU
 from agent.model.modes import Mode
 from agent.model.node_inventory import GpuEntry, NodeInventory
-from agent.model.pod import Container
+from agent.model.pod import VGPU, Container
 from tests.pods import a_pod
 
 NODES, GPUS, PER_GPU = 12, 8, 5

@@ -9,7 +9,7 @@ from typing import Any
 
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import FILE_NAME, View
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
 from agent.model.pod import Container, Pod, Stage
 from tests.pods import a_pod

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from agent.holdings.claim_checkpoint import FILE_NAME, read
-from agent.model.claim_device import DRIVER, device_name
 from agent.model.modes import WHOLE_GPUS
+from agent.model.resource_claim import DRIVER, device_name
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from grpclib.exceptions import GRPCError
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet import service as service_module
 from agent.kubelet.service import GRANT_SECONDS, DevicePluginService
 from agent.kubelet.wire import Allocation, Refused

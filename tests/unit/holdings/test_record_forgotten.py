@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from agent.holdings.record import Evidence, View, join
-from agent.model.demand import VGPU
 from agent.model.holding import Holding, PairHoldings, PairMember, Record
-from agent.model.pod import Container, Stage
+from agent.model.pod import VGPU, Container, Stage
 from agent.pairing.resolver import askers
 from tests.pods import a_pod
 from tests.unit.holdings.record_node import Node

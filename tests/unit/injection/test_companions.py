@@ -9,8 +9,7 @@ import pytest
 
 from agent.injection import companions
 from agent.injection.inject import Injector
-from agent.injection.specification import parse
-from agent.injection.toolkit import Places, Toolkit
+from agent.injection.toolkit import Places, Toolkit, parse
 from agent.kubelet.wire import DeviceNode
 from agent.settings import DriverFiles, Injection, Settings, Simulator
 from tests.unit.injection.test_inject import _gpu, _with_own

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent.injection.hook import HookNotInstalled, install
+from agent.injection.toolkit import HookNotInstalled, install
 
 
 @pytest.fixture

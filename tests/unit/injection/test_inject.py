@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from agent.injection.inject import Injector, NodeSoftware, choose, toolkit_devices
-from agent.injection.specification import Devices
-from agent.kit.cell import Cell
-from agent.kubelet.wire import Allocation, DeviceNode
+from agent.injection.toolkit import Devices
+from agent.kit.tasks import Cell
+from agent.kubelet.wire import Allocation, DeviceNode, Mount
 from agent.model.gpu import Gpu
-from agent.model.mount import Mount
 from agent.settings import DriverFiles, HostSettings, Injection, Settings, Simulator
 
 NEW = NodeSoftware("v1.36.3", "containerd://2.4.2")

@@ -12,10 +12,9 @@ import pytest
 
 from agent.injection import keeper
 from agent.injection.keeper import SpecificationKeeper
-from agent.injection.specification import FILE, Devices, Specification, parse
-from agent.injection.toolkit import GenerationFailed
+from agent.injection.toolkit import FILE, Devices, GenerationFailed, Specification, parse
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.gpu import Driver, Gpu
 from agent.model.health import Health
 from agent.model.holding import Holding, Record

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.injection.specification import KIND, BadSpecification, Specification, parse
+from agent.injection.toolkit import KIND, BadSpecification, Specification, parse
 
 
 def text(*names: str, **changes: Any) -> bytes:

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from agent.injection import toolkit
-from agent.injection.hook import present
-from agent.injection.specification import BadSpecification
-from agent.injection.toolkit import GenerationFailed, Places, Toolkit
+from agent.injection.toolkit import BadSpecification, GenerationFailed, Places, Toolkit, present
 from tests.unit.injection.test_specification import text
 
 # Notes down how it is called; a transform hands on what it reads, to the file that is named last.

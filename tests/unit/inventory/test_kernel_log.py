@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.inventory.kernel_log import KernelLog, LogXid, parse
+from agent.inventory.verdicts import KernelLog, LogXid, parse
 
 
 @pytest.mark.parametrize(

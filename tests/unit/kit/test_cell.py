@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 
 
 async def test_readers_poll_the_newest_value() -> None:

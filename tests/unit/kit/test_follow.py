@@ -2,8 +2,7 @@
 
 import anyio
 
-from agent.kit.cell import Cell
-from agent.kit.tasks import repeat
+from agent.kit.tasks import Cell, repeat
 
 
 async def test_an_action_is_repeated_after_changes_and_when_it_asks_for_it() -> None:

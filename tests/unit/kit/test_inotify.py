@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from agent.kit.inotify import Change, FolderGone, FolderWatch, watching
+from agent.kit.files import Change, FolderGone, FolderWatch, watching
 
 
 async def first(watch: FolderWatch, count: int) -> list[Change]:

@@ -21,11 +21,9 @@ from agent.kubectl.kube import failure
 from agent.kubectl.main import plugin_main, plugin_parser
 from agent.kubectl.text import overview, top
 from agent.kubectl.view import HOLDERS, INVENTORY, STATE, VisiblePods, asks, node_view
-from agent.model.demand import Impossible
-from agent.model.modes import Mode
+from agent.model.modes import Mode, units
 from agent.model.node_inventory import decode
-from agent.model.pod import Container, Stage
-from agent.model.units import units
+from agent.model.pod import Container, Impossible, Stage
 from tests.pods import a_pod
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 from tests.unit.kubectl.test_plugin import asked, fake

@@ -15,6 +15,7 @@ from agent.kubectl.completion import SCRIPT
 from agent.kubectl.kube import Kubectl, KubectlFailed, MissingRight
 from agent.kubectl.main import plugin_main
 from tests import plugin_file
+from tests.pace import scaled
 from tests.unit.kubectl.test_plugin import asked, fake
 
 __all__ = ["fake"]
@@ -52,7 +53,7 @@ def on_a_terminal(kubectl: Path, answer: str) -> tuple[int, str]:
         start_new_session=True,
     )
     os.close(theirs)
-    screen, answered, until = "", 0, time.monotonic() + 40
+    screen, answered, until = "", 0, time.monotonic() + scaled(40)
     while time.monotonic() < until:
         if not select.select([ours], [], [], 0.1)[0]:
             if process.poll() is not None:

@@ -13,6 +13,7 @@ from agent.kubectl.kube import KubectlFailed
 from agent.kubectl.page import PAGE_HTML, Page, policy
 from agent.kubectl.view import HOLDERS
 from tests.browser import browser, served
+from tests.pace import scaled
 from tests.unit.kubectl.clusters import gpu, node, pod, viewer
 
 TILES = "[...document.querySelectorAll('.gpu')].map((one) => one.getAttribute('aria-label'))"
@@ -31,7 +32,7 @@ def small() -> Callable[[], Any]:
 
 
 def fetched(page: Page, path: str, host: str = "") -> tuple[int, http.client.HTTPMessage, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=scaled(10))
     try:
         connection.putrequest("GET", path, skip_host=True)
         connection.putheader("Host", host or f"127.0.0.1:{page.port}")

@@ -6,7 +6,7 @@ from typing import Any
 import anyio.lowlevel
 import pytest
 
-from agent.kubelet.corked import LARGEST, CorkedTransport
+from agent.kubelet.grpc_server import LARGEST, CorkedTransport
 
 pytestmark = pytest.mark.anyio
 

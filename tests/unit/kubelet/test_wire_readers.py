@@ -13,13 +13,13 @@ from agent.kubelet.wire import (
     AllocationRequests,
     DeviceNode,
     MalformedMessage,
+    Mount,
     PreferenceRequest,
     PreferenceRequests,
     allocations,
     preferences,
 )
 from agent.model.holding import Holding, Record
-from agent.model.mount import Mount
 
 Field = tuple[int, int, bytes]  # number, wire type, encoded value
 

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from agent._proto import v1beta1
 from agent.injection.inject import InjectionChoice, Injector, NodeSoftware
 from agent.inventory.snapshot import GpuState
+from agent.kubelet import wire
 from agent.kubelet.wire import Allocation, PreferenceRequest, Refused
-from agent.lists import encode
 from agent.lists.shared_pair import Sharing
-from agent.model.demand import VGPU
 from agent.model.holding import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
-from agent.model.pod import Stage
+from agent.model.pod import VGPU, Stage
 from agent.settings import load
 from agent.vgpu.wing import VgpuPlugin
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
@@ -68,7 +67,7 @@ def test_encoded_devices_agree_with_betterproto2(ids: list[str], healthy: bool) 
     message = v1beta1.ListAndWatchResponse(
         devices=[v1beta1.Device(id=each, health="Healthy" if healthy else "Unhealthy") for each in ids]
     )
-    assert encode.devices(ids, healthy) == bytes(message)
+    assert wire.devices(ids, healthy) == bytes(message)
 
 
 async def test_everything_is_listed_at_first() -> None:
@@ -162,14 +161,14 @@ async def test_figures_foretell_an_assignment() -> None:
 async def test_only_the_part_of_a_changed_gpu_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(8)
     made: list[int] = []
-    encoded = encode.devices
+    encoded = wire.devices
 
     def counting(ids: list[str], healthy: bool) -> bytes:
         made.append(len(ids))
         return encoded(ids, healthy)
 
     node.set_health(3, "broken")
-    monkeypatch.setattr(encode, "devices", counting)
+    monkeypatch.setattr(wire, "devices", counting)
     node.listed(PairMember.MEMORY)
     assert made == [BLOCKS]
 

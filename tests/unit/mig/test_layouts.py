@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.wire import Refused
 from agent.mig import layouts
 from agent.mig.made import NAME, Made, MadeBook
@@ -22,8 +22,8 @@ from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.node_inventory import Entry, everywhere
 from agent.modes.desired import Desired
 from agent.modes.wing import NotYet, SetUpFailed
-from agent.nvml.nvml_errors import NvmlCode
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml.event_watch import WorkerThread
+from agent.nvml.port import NvmlCode
 from agent.settings import HostSettings, Injection, Mig, Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

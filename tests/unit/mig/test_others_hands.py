@@ -19,9 +19,8 @@ from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.node_inventory import everywhere
 from agent.modes.desired import Desired
 from agent.modes.wing import NotYet
-from agent.nvml.nvml_errors import NvmlCode, error_for
-from agent.nvml.port import MigProfile
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml.event_watch import WorkerThread
+from agent.nvml.port import MigProfile, NvmlCode, error_for
 from agent.settings import Mig
 from tests.unit.mig.test_layouts import Rig, asked, problem, running, steady, until
 

@@ -14,10 +14,10 @@ import agent
 from agent._proto import v1beta1
 from agent.app.wings import WINGS
 from agent.injection.inject import Injector
-from agent.injection.specification import Devices
+from agent.injection.toolkit import Devices
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
 from agent.kit.configuration import ConfigurationError
+from agent.kit.tasks import Cell
 from agent.kubelet.wire import PreferenceRequest, Refused
 from agent.mig.plugin import resource_of
 from agent.mig.wing import MigWing

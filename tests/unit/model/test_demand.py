@@ -2,9 +2,8 @@
 
 import pytest
 
-from agent.model.demand import MPS, VGPU, Demand, Impossible, demand_of, init_group_of
-from agent.model.pod import Container, Stage
-from agent.model.units import ResourcePair, units
+from agent.model.modes import ResourcePair, units
+from agent.model.pod import MPS, VGPU, Container, Demand, Impossible, Stage, demand_of, init_group_of
 from tests.pods import a_pod
 
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent.model.demand import MPS, VGPU
-from agent.model.modes import LONGEST, UNITS, BadDeviceId, DeviceId, parse
-from agent.model.units import INSTANCE, REPLICA, WHOLE
+from agent.model.modes import INSTANCE, LONGEST, REPLICA, UNITS, WHOLE, BadDeviceId, DeviceId, parse
+from agent.model.pod import MPS, VGPU
 
 GPU = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 

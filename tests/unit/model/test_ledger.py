@@ -2,7 +2,6 @@
 
 import pytest
 
-from agent.model.demand import VGPU, Demand
 from agent.model.holding import (
     Holder,
     Holding,
@@ -14,6 +13,7 @@ from agent.model.holding import (
     UnitPool,
 )
 from agent.model.placement import FreeGpu
+from agent.model.pod import VGPU, Demand
 from tests.pods import a_pod
 
 A, B = "GPU-a", "GPU-b"

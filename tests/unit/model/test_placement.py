@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.model.demand import VGPU, Demand
 from agent.model.placement import Choice, FreeGpu, Hint, NoRoom, PlacementPolicy, hint_of, place, policy_of
-from agent.model.pod import Container, Pod, Stage
+from agent.model.pod import VGPU, Container, Demand, Pod, Stage
 from tests.pods import a_pod
 
 BLOCKS = 40

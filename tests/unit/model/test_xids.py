@@ -18,7 +18,9 @@ def test_the_document_shows_the_table(kind: XidClass) -> None:
     assert verdict == default_verdict(kind).value
     assert quiet == (f"{QUIET_SECONDS[kind]:g} s" if QUIET_SECONDS[kind] else "")
     shown = {
-        int(number): (not star, bool(ask)) for number, star, ask in re.findall(r"(\d+)(\*?)(\??)", numbers)
+        number: (not star, bool(ask))
+        for first, last, star, ask in re.findall(r"(\d+)(?:-(\d+))?(\*?)(\??)", numbers)
+        for number in range(int(first), int(last or first) + 1)
     }
     assert shown == {number: (XIDS[number].recovers, XIDS[number].open) for number in CLASSES[kind]}
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self, cast
 import anyio
 
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.wire import ResourcePlugin
 from agent.model.gpu import Driver, Gpu
 from agent.model.holding import Holding, Record

@@ -6,11 +6,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from agent.cluster.own_node import NodeNotWritten
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.modes import Mode
-from agent.modes.cordons import ANNOTATION, Cordon, CordonBook, CordonsUnreadable, dated, decoded, encoded
 from agent.modes.planner import Phase
+from agent.modes.withholding import ANNOTATION, Cordon, CordonBook, CordonsUnreadable, dated, decoded, encoded
 from tests.unit.modes.nodes import Daemon, gpu, snapshot_of, switching
 from tests.unit.node.test_telling import OwnNode
 
@@ -113,7 +112,7 @@ async def test_the_annotation_has_the_say_and_survives_an_api_server_that_is_awa
             assert set(book.cell.value) == {ONE}
             # Nor is it written over by a command: what was meant would be lost.
             for write in (partial(book.add, TWO, "hot"), partial(book.remove, ONE)):
-                with pytest.raises(NodeNotWritten, match="mend or remove it first"):
+                with pytest.raises(CordonsUnreadable, match="mend or remove it first"):
                     await write()
             assert (node.notes[ANNOTATION], set(book.cell.value)) == ("9", {ONE})
             node.notes[ANNOTATION] = "1,2=hot"

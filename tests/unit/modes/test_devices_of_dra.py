@@ -7,11 +7,10 @@ import pytest
 
 from agent.model.modes import OFF, SHARES, UNCLAIMED, WHOLE_GPUS, GpuMode, Mode, Offering
 from agent.modes import transition
-from agent.modes.cordons import Cordon, cordoned
 from agent.modes.desired import ClaimRequests
 from agent.modes.planner import must_drain, summary
 from agent.modes.transition import ModeStage, ModeState, wanted
-from agent.modes.withholding import without
+from agent.modes.withholding import Cordon, cordoned, without
 
 GPU = "GPU-1"
 FREE = GpuMode(UNCLAIMED, dra=True)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.modes import Mode
 from agent.model.node_inventory import everywhere
-from agent.modes.cordons import Cordon
 from agent.modes.desired import Desired
 from agent.modes.planner import Phase
+from agent.modes.withholding import Cordon
 from tests.unit.modes.nodes import Kubelet, gpu, switching
 from tests.unit.modes.test_switcher import settle
 

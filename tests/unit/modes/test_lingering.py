@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 import anyio
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
 from agent.model.node_inventory import Entry

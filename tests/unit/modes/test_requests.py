@@ -9,8 +9,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.cluster.own_node import OwnNode
-from agent.kit.cell import Cell
+from agent.cluster.node import OwnNode
+from agent.kit.tasks import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.node_inventory import Entry, LayoutError, faults_of, resolve
 from agent.modes.desired import DesiredSource, ModeCatalog

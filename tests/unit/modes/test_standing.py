@@ -5,7 +5,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.gpu import Gpu
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.node_inventory import Entry, everywhere

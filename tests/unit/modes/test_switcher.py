@@ -9,7 +9,7 @@ import anyio.lowlevel
 import pytest
 
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet import service as service_module
 from agent.kubelet.podresources import LIST_SECONDS
 from agent.kubelet.service import DevicePluginService

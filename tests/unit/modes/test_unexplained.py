@@ -9,7 +9,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.modes import Mode
 from agent.modes.planner import STARTING
 from agent.modes.switcher import ModeSwitcher, modes_collector

@@ -2,9 +2,9 @@
 
 import pytest
 
-from agent.model.claim_device import ClaimedShare
 from agent.model.holding import Holder
 from agent.model.modes import SHARES
+from agent.model.resource_claim import ClaimedShare
 from agent.modes.wing import SetUpFailed
 from agent.mps.pods import RootCheck
 from tests.unit.mps.test_remarks import NEW, Scene

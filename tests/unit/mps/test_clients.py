@@ -10,12 +10,12 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
 from agent.mps import clients as module
 from agent.mps.clients import ClientWatch, Overview, kept_apart
 from agent.mps.daemon_manager import DaemonManager
-from agent.mps.daemon_status import DaemonState, DaemonStatus, EventReason
+from agent.mps.daemon_parts import DaemonState, DaemonStatus, EventReason
 from agent.mps.mps_errors import DaemonRefused
 from agent.mps.pods import PodFacts
 
@@ -69,14 +69,28 @@ class Scene:
             for number, name in enumerate(holders)
         )
         self._proc = proc
+        self.looks = 0  # how often it was asked for the pods
         self.watch = ClientWatch(
             cast("DaemonManager", manager),
             Cell(Record(held, ())),
-            lambda: self.pods,
+            self._seen,
             dict,
             lambda *_: None,
             proc=proc,
         )
+
+    def _seen(self) -> list[PodFacts]:
+        self.looks += 1
+        return self.pods
+
+    async def looked(self, *, until: Callable[[], object] = lambda: True) -> None:
+        """Watch until something is so, and a while longer."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.watch.run)
+            await _until(until)
+            seen = self.looks
+            await _until(lambda: self.looks > seen + 5)
+            group.cancel_scope.cancel()
 
     def pod(self, number: int, dies_at: dt.datetime | None = None, grace: float | None = None) -> None:
         self.pods.append(PodFacts(uid(number), "default", f"p{number}", dies_at, grace))
@@ -95,7 +109,7 @@ class Scene:
         return self.watch.overviews.value[GPU]
 
 
-async def until(reached: Callable[[], object]) -> None:
+async def _until(reached: Callable[[], object]) -> None:
     with anyio.fail_after(30):
         while not reached():
             await anyio.sleep(0.01)
@@ -178,6 +192,12 @@ async def test_pod_that_never_shows_up_is_told_of(
     assert not (await scene.look()).silent
 
 
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ENDING_LOOK_SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("often")
 async def test_clients_of_dying_pods_are_terminated_once_and_late(tmp_path: Path) -> None:
     now = dt.datetime.now(dt.UTC)
     scene = Scene(tmp_path, ["p1", "p2", "p3"])
@@ -187,29 +207,28 @@ async def test_clients_of_dying_pods_are_terminated_once_and_late(tmp_path: Path
     for number in (1, 2, 3):
         scene.process(100 + number, number)
     scene.control.stubborn = True  # a refusal is no reason to ask for ever
-    with anyio.move_on_after(1.2):
-        await scene.watch.run()
+    await scene.looked(until=lambda: scene.control.terminated)
     assert scene.control.terminated == [101]
 
 
+@pytest.mark.usefixtures("often")
 async def test_a_pod_that_does_not_go_is_not_asked_after_for_ever(tmp_path: Path) -> None:
     """A finalizer may keep a pod for days: asking would keep every daemon busy twice a second."""
     scene = Scene(tmp_path, ["p1"])
     scene.pod(1, dies_at=dt.datetime.now(dt.UTC) - dt.timedelta(hours=1))
     scene.process(101, 1)
-    with anyio.move_on_after(0.7):
-        await scene.watch.run()
+    await scene.looked()
     assert scene.control.asked == 0
     assert scene.control.terminated == []
 
 
+@pytest.mark.usefixtures("often")
 async def test_pods_without_shares_are_nobodys_business(tmp_path: Path) -> None:
     scene = Scene(tmp_path, ["p1"])
     scene.pod(1)
     scene.pod(2, dies_at=dt.datetime.now(dt.UTC))
     scene.process(101, 1)
-    with anyio.move_on_after(0.7):
-        await scene.watch.run()
+    await scene.looked()
     assert scene.control.asked == 0
 
 
@@ -220,7 +239,7 @@ async def test_an_init_container_of_a_dying_pod_is_known_by_its_client(tmp_path:
     scene.process(101, 1)
     async with anyio.create_task_group() as group:
         group.start_soon(scene.watch.run)
-        await until(lambda: scene.control.terminated)
+        await _until(lambda: scene.control.terminated)
         group.cancel_scope.cancel()
     assert scene.control.terminated == [101]
 
@@ -248,11 +267,11 @@ async def test_the_grace_period_is_counted_as_the_kubelet_does(tmp_path: Path, s
     scene.process(101, 1)
     async with anyio.create_task_group() as group:
         group.start_soon(scene.watch.run)
-        await until(lambda: scene.watch._staying == {uid(1)})
+        await _until(lambda: scene.watch._staying == {uid(1)})
         del scene.pods[:]
         scene.pod(1, dt.datetime.now(dt.UTC) + dt.timedelta(seconds=skew), grace=3.0)
         deleted = anyio.current_time()
-        await until(lambda: scene.control.terminated)
+        await _until(lambda: scene.control.terminated)
         assert anyio.current_time() - deleted >= 3.0 - module.TERMINATE_BEFORE_SECONDS
         assert scene.control.terminated == [101]
         group.cancel_scope.cancel()

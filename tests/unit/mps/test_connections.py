@@ -17,8 +17,7 @@ from agent.model.cgroup import ContainerRef
 from agent.mps import connections, processes
 from agent.mps.connections import Guard, Peer, PeersSeen, SilentPeers
 from agent.mps.control_commands import SESSIONS
-from agent.mps.daemon_parts import DaemonParts, Options
-from agent.mps.daemon_status import EventReason, StatusPublisher
+from agent.mps.daemon_parts import DaemonParts, EventReason, Options, StatusPublisher
 from agent.mps.directories import Directories
 from agent.mps.processes import Process
 

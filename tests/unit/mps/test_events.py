@@ -7,11 +7,11 @@ from typing import Any, cast
 import msgspec
 
 from agent.cluster.pods import CgroupUids
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
 from agent.model.pod import Metadata, Pod
 from agent.mps.daemon_manager import MpsEvents
-from agent.mps.daemon_status import EventReason
+from agent.mps.daemon_parts import EventReason
 from agent.mps.pods import PodFacts, pod_facts
 from agent.settings import load
 from tests.unit.pairing.kubelet_model import machine

@@ -7,8 +7,7 @@ import pytest
 
 from agent.mps import launch, processes
 from agent.mps.binary import NO_PROGRAM
-from agent.mps.daemon_parts import DaemonParts, Options
-from agent.mps.daemon_status import EventReason, StatusPublisher
+from agent.mps.daemon_parts import DaemonParts, EventReason, Options, StatusPublisher
 from agent.mps.directories import Directories
 from agent.mps.launch import Starter
 from agent.mps.processes import Process

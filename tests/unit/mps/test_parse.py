@@ -2,9 +2,9 @@
 
 import pytest
 
-from agent.mps import parse as answers
+from agent.mps import control_commands as answers
+from agent.mps.control_commands import ServerState
 from agent.mps.mps_errors import DaemonRefused, NotSupported
-from agent.mps.parse import ServerState
 
 
 @pytest.mark.parametrize(

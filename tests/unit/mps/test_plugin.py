@@ -10,12 +10,11 @@ import pytest
 
 from agent.injection.inject import InjectionChoice, Injector, NodeSoftware
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.wire import Reason, Refused
-from agent.model.demand import MPS, WAITING_FOR_GPU
 from agent.model.holding import Holding, PairMember, Record, Source
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.model.pod import Container, Pod
+from agent.model.pod import MPS, WAITING_FOR_GPU, Container, Pod
 from agent.mps import plugin as mps
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.plugin import Conditions, MpsPlugin

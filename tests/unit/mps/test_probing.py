@@ -9,12 +9,10 @@ import anyio
 import pytest
 
 from agent.mps import connections, probing, processes
-from agent.mps.control_commands import Survey
+from agent.mps.control_commands import ServerState, Survey
 from agent.mps.daemon_logs import ServerLog
-from agent.mps.daemon_parts import DaemonParts, Options
-from agent.mps.daemon_status import DaemonState, EventReason, StatusPublisher
+from agent.mps.daemon_parts import DaemonParts, DaemonState, EventReason, Options, StatusPublisher
 from agent.mps.directories import Directories
-from agent.mps.parse import ServerState
 from agent.mps.probing import DaemonProber
 from agent.mps.processes import Process
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 import anyio
 
 from agent.injection.inject import Injector, NodeSoftware
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.mps.daemon_manager import DaemonManager, MpsEvents
-from agent.mps.daemon_status import DaemonState, DaemonStatus
+from agent.mps.daemon_parts import DaemonState, DaemonStatus
 from agent.mps.pods import pod_facts
 from agent.mps.wing import MpsWing
 from agent.settings import load

@@ -6,9 +6,17 @@ from typing import Any, cast
 import pytest
 
 from agent.kubelet.wire import Refused
-from agent.model.demand import MPS
 from agent.model.holding import PairMember
-from agent.model.pod import ContainerSpec, Metadata, Pod, PodSpec, PodStatus, Requirements, SecurityContext
+from agent.model.pod import (
+    MPS,
+    ContainerSpec,
+    Metadata,
+    Pod,
+    PodSpec,
+    PodStatus,
+    Requirements,
+    SecurityContext,
+)
 from agent.mps.pods import RootCheck
 from tests.unit.mps.test_plugin import Node
 

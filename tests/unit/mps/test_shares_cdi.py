@@ -8,9 +8,9 @@ import anyio
 import pytest
 
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
+from agent.kubelet.wire import Mount
 from agent.model.holding import PairMember
-from agent.model.mount import Mount
 from agent.modes.desired import catalog_of
 from agent.mps import shares_cdi
 from agent.mps.daemon_manager import DaemonManager

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.mps import shared_memory, upkeep
 
 

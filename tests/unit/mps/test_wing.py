@@ -6,7 +6,7 @@ import anyio.to_thread
 import pytest
 
 from agent.injection.inject import NodeSoftware
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.wing import NotLeft
 from agent.mps import leaving

@@ -11,8 +11,8 @@ from typing import Any
 import anyio
 
 from agent.cluster.api import ApiRefused, ApiUnavailable, KubeApi
-from agent.kit.cell import Cell
-from agent.node.taint import TAINT
+from agent.kit.tasks import Cell
+from agent.node.capacity import TAINT
 
 NODE = "/api/v1/nodes/n"
 Act = Callable[[], bytes]

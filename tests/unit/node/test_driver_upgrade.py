@@ -3,15 +3,17 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import anyio
 import pytest
 
+from agent.inventory.gpu_monitor import GpuMonitor
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.modes import GpuMode, Mode
-from agent.modes.cordons import Cordon, Cordons
 from agent.modes.planner import STARTING, GpuSwitch, Phase, SwitchState
+from agent.modes.withholding import Cordon, Cordons
 from agent.node import driver_upgrade
 from agent.node.driver_upgrade import PATIENCE_SECONDS, RELEASE_SECONDS, STATE_LABEL, DriverUpgrade, stage_of
 from agent.node.driver_upgrade import UpgradeStage as Stage
@@ -87,7 +89,7 @@ class World:
         self.cordons: Cell[Cordons] = Cell({})
         self.switch = Cell(self.modes(Mode.MPS))
         self.upgrade = DriverUpgrade(
-            self.node, self.nvml, self.inventory, self.switch, self.by_hand, self.cordons
+            self.node, cast("GpuMonitor", self.nvml), self.inventory, self.switch, self.by_hand, self.cordons
         )
 
     @staticmethod

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import anyio
 
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.node import annotations

@@ -10,8 +10,7 @@ import pytest
 
 from agent.extender.free_capacity import free_capacity
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
-from agent.kit.tasks import Supervisor
+from agent.kit.tasks import Cell, Supervisor
 from agent.model.gpu import Topology
 from agent.model.holding import Growth, Place
 from agent.model.modes import Assignment, GpuMode, Mode, Offering

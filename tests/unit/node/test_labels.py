@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.gpu import Gpu, Instance
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.planner import GpuSwitch, Phase, SwitchState

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from agent.cluster.event_recorder import Event
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.pod import ContainerSpec, Metadata, OwnerReference, Pod, PodSpec, PodStatus, Requirements
 from agent.node import refused_pods
 

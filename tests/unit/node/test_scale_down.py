@@ -3,12 +3,17 @@
 import anyio
 import pytest
 
-from agent.kit.cell import Cell
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
+from agent.model.pod import VGPU
 from agent.modes.planner import SwitchState
-from agent.node.conditions import NodeStateWriter
-from agent.node.scale_down import ANNOTATION, MARK, holds_unseen, wanted
+from agent.node.conditions import (
+    SCALE_DOWN,
+    SCALE_DOWN_MARK,
+    NodeStateWriter,
+    holds_unseen,
+    scale_down_changes,
+)
 from tests.unit.node.test_telling import STATE, OwnNode
 
 NOTHING = Record()
@@ -16,8 +21,8 @@ WHOLE = Record((Holding("ns", "train", "main", "nvidia.com/gpu", ("GPU-00000001"
 SLICE = Record((Holding("ns", "chat", "main", "nvidia.com/gpu.shared", ("GPU-00000001::r0",)),))
 SHARE = Record((Holding("ns", "chat", "main", VGPU.core, ("GPU-00000001::c0",)),))
 OTHERS = Record((Holding("ns", "chat", "main", "vendor.example/nic", ("nic::0::x::y",)),))
-SET = {ANNOTATION: "true", MARK: "true"}
-GONE = {ANNOTATION: None, MARK: None}
+SET = {SCALE_DOWN: "true", SCALE_DOWN_MARK: "true"}
+GONE = {SCALE_DOWN: None, SCALE_DOWN_MARK: None}
 
 
 @pytest.mark.parametrize(
@@ -38,16 +43,16 @@ def test_units_that_it_does_not_know(record: Record | None, held: bool | None) -
         (SET, True, SET),
         (SET, False, GONE),
         (SET, None, {}),
-        ({MARK: "true"}, True, SET),  # taken away by somebody, or half written
-        ({ANNOTATION: "true"}, True, {}),
-        ({ANNOTATION: "true"}, False, {}),
-        ({ANNOTATION: "false"}, True, {}),
+        ({SCALE_DOWN_MARK: "true"}, True, SET),  # taken away by somebody, or half written
+        ({SCALE_DOWN: "true"}, True, {}),
+        ({SCALE_DOWN: "true"}, False, {}),
+        ({SCALE_DOWN: "false"}, True, {}),
     ],
 )
 def test_a_persons_own_is_left_alone(
     present: dict[str, str], held: bool | None, expected: dict[str, str | None]
 ) -> None:
-    assert wanted(present, held) == expected
+    assert scale_down_changes(present, held) == expected
 
 
 async def test_it_comes_and_goes_with_the_holders() -> None:
@@ -55,7 +60,7 @@ async def test_it_comes_and_goes_with_the_holders() -> None:
     writer = NodeStateWriter(
         node,
         Cell[SwitchState](STATE),
-        changes=lambda present: wanted(present, holds_unseen(record.value)),
+        changes=lambda present: scale_down_changes(present, holds_unseen(record.value)),
         wake_on=(record,),
     )
     async with anyio.create_task_group() as group:

@@ -7,36 +7,42 @@ from dataclasses import dataclass, field, replace
 import anyio
 import pytest
 
-from agent.cluster.own_node import Amounts, NodeNotWritten, OwnCondition
-from agent.kit.cell import Cell
+from agent.cluster import node as cluster_node
+from agent.cluster.api import ApiError
+from agent.cluster.node import Amounts, NodeCondition
+from agent.kit.tasks import Cell
 from agent.model.modes import GpuMode, Mode, Offering
 from agent.modes.planner import GpuSwitch, Phase, SwitchState
 from agent.node.conditions import CONDITION, MODE_LABEL, STATE_ANNOTATION, NodeStateWriter, encode
 
 
 @dataclass
-class OwnNode:
+class OwnNode(cluster_node.OwnNode):
     """The Node object in memory, as far as it is reported on."""
 
-    changes: Cell[object] = field(default_factory=lambda: Cell[object](None))
+    published: Cell[object] = field(default_factory=lambda: Cell[object](None))
     known: dict[str, str] | None = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     conditions: list[tuple[str, ...]] = field(default_factory=list)
-    events: list[tuple[str, bool]] = field(default_factory=list)
+    said: list[tuple[str, bool]] = field(default_factory=list)
     refuse: str | None = None
     bare: bool = False  # it has lost its conditions
 
-    def tainted(self) -> bool | None:
+    @property
+    def changes(self) -> Cell[object]:
+        return self.published
+
+    def tainted(self, key: str) -> bool | None:
         return False
 
-    async def write_taint(self, *, present: bool) -> None:
-        raise NodeNotWritten("not a test of the taint")
+    async def write_taint(self, key: str, effect: str, *, present: bool) -> None:
+        raise ApiError("not a test of the taint")
 
     def amounts(self, resources: frozenset[str]) -> Amounts | None:
         return None
 
     async def write_amounts(self, amounts: Amounts) -> None:
-        raise NodeNotWritten("not a test of the status")
+        raise ApiError("not a test of the status")
 
     async def seen(self) -> None: ...
 
@@ -50,7 +56,7 @@ class OwnNode:
         self, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
     ) -> None:
         if self.refuse:
-            raise NodeNotWritten(self.refuse)
+            raise ApiError(self.refuse)
         assert self.known is not None
         known = self.known | dict(labels)
         self.known = {key: value for key, value in known.items() if value is not None}
@@ -58,17 +64,17 @@ class OwnNode:
         self.notes = {key: value for key, value in notes.items() if value is not None}
         self.changes.publish(object())
 
-    def condition(self, kind: str) -> OwnCondition | None:
-        return OwnCondition(*self.conditions[-1][1:]) if self.conditions and not self.bare else None
+    def condition(self, kind: str) -> NodeCondition | None:
+        return NodeCondition(*self.conditions[-1]) if self.conditions and not self.bare else None
 
     async def write_condition(self, *condition: str) -> None:
         if self.refuse:
-            raise NodeNotWritten(self.refuse)
+            raise ApiError(self.refuse)
         self.conditions.append(condition)
         self.bare = False
 
     def event(self, reason: str, message: str, warning: bool) -> None:
-        self.events.append((reason, warning))
+        self.said.append((reason, warning))
 
 
 STATE = SwitchState(
@@ -148,7 +154,7 @@ async def test_the_state_is_told_by_label_annotation_condition_and_event() -> No
         group.cancel_scope.cancel()
     assert (node.known or {})[MODE_LABEL] == "mps"
     assert node.conditions[1][1:3] == ("True", "Applied")
-    assert node.events == [("ModeSwitching", False), ("ModeApplied", False)]
+    assert node.said == [("ModeSwitching", False), ("ModeApplied", False)]
 
 
 async def test_an_api_server_that_refuses_is_tried_again_without_a_storm() -> None:
@@ -160,7 +166,7 @@ async def test_an_api_server_that_refuses_is_tried_again_without_a_storm() -> No
             await anyio.sleep(0.001)
         group.cancel_scope.cancel()
     assert node.conditions == []
-    assert len(node.events) <= 2
+    assert len(node.said) <= 2
 
 
 async def test_annotations_of_other_rooms_are_written_once_each() -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from agent.model.holding import Holding, Record
 from agent.model.pod import ContainerSpec, Metadata, Pod, PodSpec, PodStatus, Requirements
-from agent.node.unadmitted_pods import unadmitted
+from agent.node.withdrawal import unadmitted
 
 CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from agent.node import taint as taint_module
+from agent.node import capacity as taint_module
 from tests.unit.node.memory_api import Act, MemoryApi
 from tests.unit.node.world import CORE, GPU, NOTHING, VGPU, Kubelet, World, world
 from tests.virtual_time import in_virtual_time

@@ -6,15 +6,12 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from agent.cluster.event_recorder import EventRecorder
-from agent.cluster.node import NodeObject
-from agent.cluster.own_node import Amounts
-from agent.kit.cell import Cell
+from agent.cluster.node import Amounts, OwnNode
+from agent.kit.tasks import Cell
+from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.modes import Assignment, GpuMode, Mode
-from agent.node.capacity import Capacity, KubeletMute, Offer
+from agent.node.capacity import Capacity, Offer, SchedulingTaint
 from agent.node.driver_upgrade import Inherited
-from agent.node.object import ClusterNode
-from agent.node.taint import SchedulingTaint
 from agent.node.withdrawal import Withdrawals
 from tests.unit.node.memory_api import MemoryApi
 
@@ -58,7 +55,7 @@ class Kubelet:
         self.asked += 1
         await anyio.sleep(0.001)
         if self.mute:
-            raise KubeletMute
+            raise PodResourcesUnavailable("it does not answer")
         return dict(self.known)
 
     async def waiting(self) -> frozenset[str]:
@@ -79,8 +76,7 @@ class World:
     ) -> None:
         self.api, self.kubelet = api, kubelet
         self.assignment = Cell(assignment)
-        self.node = NodeObject(api, "n")
-        own = ClusterNode(self.node, EventRecorder(api, "n"))
+        self.node = own = OwnNode(api, "n")
         offer = Offer(self.assignment, offered, self._delivered, kubelet.taken_in, kubelet.register_again)
         self.taint = SchedulingTaint(own)
         self.capacity = Capacity(own, offer, self.taint)

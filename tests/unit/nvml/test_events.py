@@ -7,10 +7,8 @@ from typing import cast
 
 import anyio
 
-from agent.nvml.event_watch import EventWatch
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost, NvmlNotSupported
-from agent.nvml.port import EventKind, NvmlEvent, NvmlPort
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml.event_watch import EventWatch, WorkerThread
+from agent.nvml.port import EventKind, NvmlCode, NvmlError, NvmlEvent, NvmlGpuLost, NvmlNotSupported, NvmlPort
 
 
 class FakeNvml:

@@ -7,9 +7,9 @@ import anyio
 import pytest
 
 from agent.nvml import sweep as sweeping
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlHung
+from agent.nvml.event_watch import WorkerThread
+from agent.nvml.port import NvmlCode, NvmlError, NvmlHung
 from agent.nvml.sweep import Sweep
-from agent.nvml.worker_thread import WorkerThread
 
 
 class Gpus:

@@ -10,9 +10,9 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.nvml import worker_thread as threads
-from agent.nvml.nvml_errors import NvmlGpuLost, NvmlHung
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml import event_watch as threads
+from agent.nvml.event_watch import WorkerThread
+from agent.nvml.port import NvmlGpuLost, NvmlHung
 
 Logs = list[MutableMapping[str, Any]]
 
@@ -219,8 +219,8 @@ async def test_an_agent_that_ends_makes_its_last_calls_while_none_hangs(gate: Ga
 def test_a_hanging_call_does_not_keep_the_process_from_ending() -> None:
     script = """
 import anyio, threading
-from agent.nvml.nvml_errors import NvmlHung
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml.port import NvmlHung
+from agent.nvml.event_watch import WorkerThread
 
 async def main():
     thread = WorkerThread("stuck", deadline=0.05)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from agent.nvml.nvml_errors import NvmlHung
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml.event_watch import WorkerThread
+from agent.nvml.port import NvmlHung
 
 
 class Steps:

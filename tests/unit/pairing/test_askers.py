@@ -1,5 +1,5 @@
-from agent.model.demand import VGPU
 from agent.model.holding import PairHoldings, PairMember, Record
+from agent.model.pod import VGPU
 from agent.pairing.resolver import askers
 from tests.pods import changed
 from tests.unit.pairing.kubelet_model import pod, share

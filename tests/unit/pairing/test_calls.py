@@ -3,8 +3,8 @@
 import anyio
 import pytest
 
-from agent.model.demand import Demand
 from agent.model.holding import PairMember, Record
+from agent.model.pod import Demand
 from agent.pairing.resolver import Cause, PairRefused
 from tests.unit.pairing.asking import first, index, told
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share

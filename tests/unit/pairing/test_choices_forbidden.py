@@ -7,8 +7,8 @@ from typing import Any
 import anyio
 import pytest
 
-from agent.cluster.access import PATH, lacks_right
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable
+from agent.cluster.reviews import PATH, lacks_right
 from agent.model.pod import Container
 from agent.pairing.cluster_pods import DENIED_LONGEST_SECONDS, DENIED_SECONDS, ClusterRecorder
 from tests.pods import a_pod

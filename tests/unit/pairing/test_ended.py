@@ -6,11 +6,10 @@ import anyio
 
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import View
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.podresources import PodResources
-from agent.model.demand import VGPU
 from agent.model.holding import PairMember, Record
-from agent.model.pod import Container
+from agent.model.pod import VGPU, Container
 from tests.component.kubelet_room.parts import eventually
 from tests.pods import changed
 from tests.unit.pairing.asking import first

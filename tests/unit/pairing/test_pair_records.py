@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from agent.model.demand import VGPU
 from agent.model.holding import Holding, PairMember, Record, Source
+from agent.model.pod import VGPU
 from agent.pairing.resolver import PodSource, RequesterResolver
 from tests.unit.pairing.asking import InOrder, index
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from agent.model.demand import MPS
 from agent.model.holding import PairMember
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.placement import ASSIGNED, PlacementPolicy
-from agent.model.pod import Container, Pod, Stage
+from agent.model.pod import MPS, Container, Pod, Stage
 from agent.pairing.resolver import Cause, PairRefused
 from tests.pods import changed
 from tests.unit.pairing.asking import Told, index, told

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agent.kubelet.wire import Refused
-from agent.model.demand import CORES
 from agent.model.holding import PairMember
-from agent.model.pod import Pod, Stage
+from agent.model.pod import CORES, Pod, Stage
 from agent.pairing.resolver import PairRefused
 from tests.unit.pairing.kubelet_model import AgentKilled, KubeletModel, pod, share, undisturbed
 from tests.unit.state_machines import run

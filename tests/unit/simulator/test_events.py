@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from agent.nvml.nvml_errors import NvmlError
-from agent.nvml.port import EventKind, NvmlEvent
+from agent.nvml.port import EventKind, NvmlError, NvmlEvent
 from agent.simulator import events
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from agent.nvml.nvml_errors import NvmlCode, NvmlError, NvmlGpuLost
+from agent.nvml.port import NvmlCode, NvmlError, NvmlGpuLost
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from agent.simulator.state import FAULT_SLOTS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.nvml.nvml_errors import (
+from agent.nvml.port import (
     NvmlCode,
     NvmlDriverMismatch,
     NvmlError,

@@ -4,15 +4,15 @@ from time import monotonic
 
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
-from agent.status import last_holders
-from agent.status.last_holders import LastHolders
+from agent.status import report
+from agent.status.report import LastHolders
 
 
 def test_the_last_record_stays_and_gets_older(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = monotonic()
-    monkeypatch.setattr(last_holders, "monotonic", lambda: clock)
+    monkeypatch.setattr(report, "monotonic", lambda: clock)
     cell: Cell[Record | None] = Cell(None)
     last = LastHolders(cell)
     assert last.known() == (None, None)

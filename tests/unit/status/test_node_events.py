@@ -2,7 +2,7 @@
 
 from agent.inventory.actor import Transition
 from agent.model.health import FaultKind, HealthState
-from agent.status.node_events import node_events
+from agent.node.conditions import node_events
 
 HEALTHY, SUSPECT, UNHEALTHY, PROBATION = HealthState
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from agent.inventory.actor import Inventory
 from agent.inventory.reducer import Scanned, reduce
-from agent.kit.cell import Cell
-from agent.kit.tasks import Supervisor
+from agent.kit.tasks import Cell, Supervisor
 from agent.kubelet.endpoint import Endpoint
 from agent.kubelet.wire import Allocation, PreferenceRequest
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml.event_watch import WorkerThread
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from agent.telemetry.sampler import Sampler

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from agent.holdings.record import Owners, ProcessUnreadable, container_of_process
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
 from agent.model.modes import Mode
 from agent.simulator.state import ProcessKind
@@ -22,7 +22,7 @@ from agent.telemetry.series import COMPATIBLE, compatible_series, container_seri
 from tests.pods import seen
 from tests.unit.telemetry.agents import Parts
 from tests.unit.telemetry.pages import OPENMETRICS, page, value
-from tests.unit.telemetry.test_sampler import rounds, running
+from tests.unit.telemetry.test_sampler import long_periods, rounds, running
 
 UID, CONTAINER = "0b2e1fd0-3b0c-4d4a-9a6c-5ab3c1f6b9b1", "ab" * 32
 MIB = 1 << 20
@@ -65,7 +65,10 @@ def _with_uses(parts: Parts, watch: ContainerWatch):  # type: ignore[no-untyped-
     return replace(parts.sources, uses=watch.uses)
 
 
-async def test_figures_from_the_records_on_and_gone_with_them(tmp_path: Path) -> None:
+async def test_figures_from_the_records_on_and_gone_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_periods(monkeypatch)
     node = Node(tmp_path)
     labels = {
         "namespace": "team",

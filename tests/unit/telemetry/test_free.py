@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from agent.kit.cell import Cell
-from agent.model.claim_device import ClaimedShare
+from agent.kit.tasks import Cell
 from agent.model.gpu import Instance
 from agent.model.holding import Growth, Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
+from agent.model.resource_claim import ClaimedShare
 from agent.nvml.port import Sample
 from agent.telemetry.container_use import Uses
 from agent.telemetry.containers import Attribution, attribute, shares_of

@@ -20,10 +20,9 @@ from agent.lists.shared_pair import pairs_collector
 from agent.nvml.port import Sample
 from agent.pairing.pairing import PairingStats
 from agent.telemetry import definitions as d
-from agent.telemetry.process import read_process_use
 from agent.telemetry.rendering import render
 from agent.telemetry.sampler import Samples, TakenSample
-from agent.telemetry.series import Series
+from agent.telemetry.series import Series, read_process_use
 from tests import metrics_reference
 from tests.unit.telemetry.agents import Parts
 from tests.unit.telemetry.pages import OPENMETRICS, page, rendered, value, values

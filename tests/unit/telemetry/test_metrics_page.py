@@ -9,7 +9,7 @@ import anyio.to_thread
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.telemetry.rendering import MetricsPage
 from agent.telemetry.series import COMPATIBLE
 from agent.web.server import HttpServer

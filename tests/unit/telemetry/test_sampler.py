@@ -9,8 +9,7 @@ import anyio
 import pytest
 
 from agent.inventory.reducer import Unavailable, reduce
-from agent.nvml.nvml_errors import NvmlCode
-from agent.nvml.port import Sample, SampleRequest
+from agent.nvml.port import NvmlCode, Sample, SampleRequest
 from agent.telemetry.sampler import Sampler, Samples
 from agent.telemetry.series import sample_series
 from tests.unit.telemetry.agents import Parts
@@ -43,8 +42,8 @@ async def work_becomes(sampler: Sampler, uuid: str, work: Mapping[int, float]) -
 
 def long_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver whose samples stand for longer than any round of a busy machine."""
-    monkeypatch.setattr("agent.telemetry.process.DRIVER_SECONDS", 600.0)
-    monkeypatch.setattr("agent.telemetry.process.SHORTEST_SECONDS", 600.0)
+    monkeypatch.setattr("agent.telemetry.sampler.DRIVER_SECONDS", 600.0)
+    monkeypatch.setattr("agent.telemetry.sampler.SHORTEST_SECONDS", 600.0)
 
 
 async def test_every_healthy_gpu_is_read() -> None:

@@ -8,15 +8,14 @@ import anyio
 import pytest
 
 from agent.holdings.record import Owners
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.holding import Holding, Record
 from agent.nvml.port import GpuProcess, Sample
 from agent.nvml.sampling import mean_use
 from agent.simulator.state import ProcessKind
 from agent.telemetry.container_use import ContainerUse, ContainerWatch
-from agent.telemetry.process import ProcessWork
-from agent.telemetry.sampler import Samples
+from agent.telemetry.sampler import ProcessWork, Samples
 from tests.pods import seen
 from tests.unit.telemetry.agents import Parts
 
@@ -143,6 +142,13 @@ def test_rounds_that_meet_the_drivers_samples_now_before_and_now_after(period: f
             found, elapsed = work.round(sample, now, 1.0)
             shown += found.get(7, 0.0) * elapsed
         assert shown / 120 == pytest.approx(true / 120, abs=0.05), f"{length} s of {cycle} s"
+
+
+def test_a_round_that_is_paid_whole_shows_what_was_sampled() -> None:
+    """To the last digit, however long the round was."""
+    busy = Sample(0, 0, 1, 80, None, None, processes=(GpuProcess(7, 1),), busy=((7, 0.4),), newest_us=1)
+    for milliseconds in range(50, 400):
+        assert ProcessWork().round(busy, 1.0, milliseconds / 1000)[0] == {7: 0.4}
 
 
 async def test_idle_means_nothing_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.vgpu import layout
 from agent.vgpu.compute import Compute, ComputeRequest, MeasuredWork
 from agent.vgpu.folders import About, LimitFolders, Place, key_of

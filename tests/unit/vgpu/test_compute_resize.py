@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio.to_thread
 import msgspec
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import PairMember
 from agent.model.pod import Pod
 from agent.pairing.resolver import Recorder

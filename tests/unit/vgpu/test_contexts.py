@@ -8,8 +8,8 @@ import anyio.to_thread
 import pytest
 
 from agent.vgpu import layout
-from agent.vgpu.contexts import LEAST_BYTES, MOST_BYTES, STABLE_READINGS, Contexts, context_bytes
 from agent.vgpu.folders import USAGE, About
+from agent.vgpu.limits import LEAST_BYTES, MOST_BYTES, STABLE_READINGS, Contexts, context_bytes
 from tests.unit.vgpu.made_up import GPU, units
 from tests.unit.vgpu.test_watch import CAP, MIB, Node
 

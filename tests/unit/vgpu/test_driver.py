@@ -9,14 +9,13 @@ import msgspec
 import pytest
 
 from agent.kubelet.wire import Allocation
-from agent.nvml.nvml_errors import NvmlCode, error_for
-from agent.nvml.worker_thread import WorkerThread
+from agent.nvml.event_watch import WorkerThread
+from agent.nvml.port import NvmlCode, error_for
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
-from agent.vgpu import memory_limits
 from agent.vgpu.driver import MOST_TRIES, DriverLimits, cgroups_of, is_unified
 from agent.vgpu.folders import LIMITS, About, key_of
-from agent.vgpu.limits import Enforcement
+from agent.vgpu.limits import Enforcement, memory_device
 from agent.vgpu.publishing import Publisher
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 from tests.unit.vgpu.test_room import Node
@@ -173,7 +172,7 @@ async def test_without_the_facts_the_driver_is_not_asked(node: Driven) -> None:
 async def test_the_driver_holds_a_container_without_the_library(node: Driven) -> None:
     await node.agent(source="missing").start()
     admission = await node.admit()
-    assert admission == Allocation(cdi_devices=(memory_limits.device(4),))
+    assert admission == Allocation(cdi_devices=(memory_device(4),))
     assert (await anyio.Path(node.isolation.folders.path(KEY, LIMITS)).stat()).st_size
     publisher = Publisher(node.isolation, node.events, node.watch)
     assert (publisher.document(PLACE) or {})["fences"] == ["driver"]

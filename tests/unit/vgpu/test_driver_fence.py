@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from agent.injection.inject import InjectionChoice, Injector
-from agent.injection.specification import Devices
+from agent.injection.toolkit import Devices
 from agent.inventory.snapshot import Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.gpu import Driver
 from agent.settings import HostSettings, Injection, Settings
 from agent.vgpu.driver import DriverFence
-from agent.vgpu.memory_limits import FILE
+from agent.vgpu.limits import MEMORY_FILE
 from tests.unit.pairing.kubelet_model import machine
 
 
@@ -53,7 +53,7 @@ async def test_with_all_facts_it_is_armed(tmp_path: Path) -> None:
     await node.fence.start()
     assert [node.fence.obstacle(uuid) for uuid in node.uuids] == [None, None]
     assert node.fence.holds
-    assert (tmp_path / FILE).exists()
+    assert (tmp_path / MEMORY_FILE).exists()
 
 
 CHANGES: dict[str, tuple[Callable[[Node], object], str]] = {
@@ -71,7 +71,7 @@ CHANGES: dict[str, tuple[Callable[[Node], object], str]] = {
         lambda node: node.emptied(),
         "is not there",
     ),
-    "a folder that cannot be": (lambda node: (node.root / FILE).mkdir(), "has not been written yet"),
+    "a folder that cannot be": (lambda node: (node.root / MEMORY_FILE).mkdir(), "has not been written yet"),
 }
 
 
@@ -89,7 +89,7 @@ async def test_without_a_driver_that_serves_the_folder_is_left_alone(tmp_path: P
     node = Node(tmp_path)
     node.driven("580.95.05")
     await node.fence.start()
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / MEMORY_FILE).exists()
 
 
 def test_before_the_first_look_nothing_is_known(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
+from agent.kubelet.wire import Mount
 from agent.model.holding import Holding, Record
-from agent.model.mount import Mount
 from agent.vgpu import layout
 from agent.vgpu import library as libraries
 from agent.vgpu.folders import LIMITS, USAGE, LimitFolders, key_of

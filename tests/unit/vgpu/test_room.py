@@ -11,11 +11,10 @@ import anyio.to_thread
 import pytest
 from msgspec.structs import replace
 
-from agent.kit.cell import Cell
-from agent.kubelet.wire import Allocation
-from agent.model.demand import VGPU
+from agent.kit.tasks import Cell
+from agent.kubelet.wire import Allocation, Mount
 from agent.model.holding import Holding, Record
-from agent.model.mount import Mount
+from agent.model.pod import VGPU
 from agent.vgpu import folders, layout
 from agent.vgpu import library as libraries
 from agent.vgpu.folders import ABOUT, LIMITS, USAGE, About, LimitFolders, key_of

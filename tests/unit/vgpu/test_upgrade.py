@@ -14,11 +14,11 @@ from typing import Any
 import anyio.to_thread
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
 from agent.vgpu import library as libraries
 from agent.vgpu.folders import LIMITS, USAGE, LimitFolders, key_of
-from agent.vgpu.held import HeldFiles, Leased
+from agent.vgpu.layout import HeldFiles, Leased
 from agent.vgpu.library import Library
 from agent.vgpu.limits import Enforcement
 from agent.vgpu.room import GRACE_SECONDS, Isolation

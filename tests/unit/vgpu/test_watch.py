@@ -13,7 +13,7 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.model.holding import Record
 from agent.model.pod import Pod
 from agent.pairing.resolver import Recorder
@@ -24,10 +24,9 @@ from agent.vgpu import library as libraries
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import LIMITS, USAGE, About, LimitFolders, Place, key_of
 from agent.vgpu.limits import Enforcement
-from agent.vgpu.loaded import loads
 from agent.vgpu.publishing import ANNOTATION, PATIENCE_SECONDS, UNVERIFIED, Publisher
 from agent.vgpu.room import Isolation
-from agent.vgpu.watch import LimitWatch, Measured, tolerance
+from agent.vgpu.watch import LimitWatch, Measured, loads, tolerance
 from tests.pace import scaled
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 from anyio.abc import TaskGroup
 
-from agent.kit.cell import Cell
-from agent.kit.tasks import Supervisor
+from agent.kit.tasks import Cell, Supervisor
 from agent.kubelet.wire import Allocation, Reason, Refused
 from agent.model.holding import Holding, PairMember
 from agent.model.modes import Assignment, GpuMode, Mode
@@ -23,9 +22,8 @@ from agent.settings import Vgpu as Configured
 from agent.telemetry import definitions as d
 from agent.vgpu.driver import DriverFence
 from agent.vgpu.library import ELF, Copies
-from agent.vgpu.node_limits import word_of
 from agent.vgpu.room import Isolation
-from agent.vgpu.wing import VgpuWing
+from agent.vgpu.wing import VgpuWing, word_of
 from tests.unit.vgpu.made_up import GPU, about
 from tests.wing_node import wing_node
 
@@ -208,7 +206,7 @@ async def test_a_beginning_that_hangs_is_given_up_and_made_again(
     """
     wing = await site.build()
     with monkeypatch.context() as patched:
-        patched.setattr("agent.vgpu.node_limits.BEGIN_SECONDS", 0.01)
+        patched.setattr("agent.vgpu.wing.BEGIN_SECONDS", 0.01)
         slow(patched, math.inf)
         with anyio.fail_after(10), pytest.raises(Refused) as refused:
             await _allocate(wing)

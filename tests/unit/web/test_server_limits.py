@@ -49,7 +49,7 @@ async def test_a_body_of_unknown_length_is_bounded_too() -> None:
 
 
 async def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    protocol = importlib.import_module("agent.web.protocol")
+    protocol = importlib.import_module("agent.web.server")
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     server = HttpServer("127.0.0.1", 0)
     server.add_route("/hello", hello)

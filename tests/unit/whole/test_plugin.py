@@ -12,7 +12,7 @@ import structlog.testing
 from agent._proto import v1beta1
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.cell import Cell
+from agent.kit.tasks import Cell
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.kubelet.wire import PreferenceRequest, Reason, Refused
 from agent.model.gpu import Gpu
