@@ -277,8 +277,9 @@ class RequesterResolver:
                 facts = await self._fetched(facts, facts.record, over, member)
                 found = self._askers(member, size, facts, reservations)
             if len(found) == 1:
-                facts = await self._confirmed(facts, found[0], asked)
-                found = self._askers(member, size, facts, reservations)
+                before, facts = facts, await self._confirmed(facts, found[0], asked)
+                if facts is not before:
+                    found = self._askers(member, size, facts, reservations)
             found = [each for each in found if each.pod.uid not in refused] or found
             if len(found) > 1 and attempt >= TRIES and alone():
                 # One that was admitted while its resource was unknown may ask when its container starts, or

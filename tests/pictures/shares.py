@@ -10,7 +10,7 @@ import anyio.to_thread
 from agent.model.modes import PAIRS, Mode, ResourcePair
 from agent.model.pod import MPS, VGPU
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
-from agent.status import client
+from agent.web import control
 from agent.web.control import NAME
 from tests.component.embedded_rig import embedded_rig
 from tests.pictures.svg import COLOURS, GREY, LINE, MONO, PALE, PAPER, box, picture, text
@@ -46,7 +46,7 @@ async def made() -> str:
         with anyio.fail_after(20):
             while sum(len(gpu["holders"]) for gpu in gpus) < len(pods):
                 await anyio.sleep(0.1)
-                report = await anyio.to_thread.run_sync(partial(client.ask, node.folder / NAME, "status"))
+                report = await anyio.to_thread.run_sync(partial(control.ask, node.folder / NAME, "status"))
                 gpus = [gpu for gpu in reversed(report["gpus"]) if gpu["holders"]]
     return drawn(gpus)
 

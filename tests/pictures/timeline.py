@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 
 from agent.model.modes import PAIRS
-from agent.status import client
+from agent.web import control
 from agent.web.control import NAME
 from tests.pictures.svg import GREY, INK, LINE, MODES, PAPER, box, element, line, picture, text
 
@@ -60,7 +60,7 @@ async def recording(run: Path) -> AsyncIterator[tuple[Record, Callable[[str], No
 
 async def _follow(run: Path, record: Record, began: float) -> None:
     while True:
-        report = await anyio.to_thread.run_sync(partial(client.ask, run / NAME, "status"))
+        report = await anyio.to_thread.run_sync(partial(control.ask, run / NAME, "status"))
         record.times.append(anyio.current_time() - began)
         record.looks.append([_look(gpu) for gpu in report["gpus"]])
         await anyio.sleep(STEP)

@@ -21,7 +21,7 @@ from agent.mps.directories import Directories
 from agent.nvml.port import NvmlCode
 from agent.simulator import events
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
-from agent.status import client
+from agent.web import control
 from agent.web.control import NAME
 from agent.web.server import HttpRequest, HttpServer, Reply
 from tests.component.dra.test_door import asking, device_class
@@ -232,7 +232,7 @@ async def _check_alerts(server: Prometheus, node: ModeNode, rig: EmbeddedRig) ->
     took = await server.wait([*made, *rest], fires, 30.0, "these alerts do not fire")
     await node.want("no-such-layout")
     took += await server.wait(["GPUModeSwitchBlocked"], fires, 15.0, "this alert does not fire")
-    await anyio.to_thread.run_sync(partial(client.ask, node.folder / NAME, "release", seconds=60))
+    await anyio.to_thread.run_sync(partial(control.ask, node.folder / NAME, "release", seconds=60))
     took += await server.wait(["GPUAgentNotReady"], fires, 15.0, "this alert does not fire")
     await rig.kill_agent()
     took += await server.wait(["GPUAgentGone"], fires, 15.0, "this alert does not fire")
