@@ -28,12 +28,9 @@ def _between(text: str, begin: str, end: str, inner: str) -> str:
 
 
 def tables() -> str:
-    shown: list[Row] = []
-    hooks: list[Row] = []
-    for path, parser, text, hidden in leaves(cli._parser()):
-        (hooks if hidden else shown).append((path, parser, text))
-    agent = "gpu-node-agent"
-    return f"{_table(agent, shown)}\nHooks of the chart, which help leaves out:\n\n{_table(agent, hooks)}"
+    """Without hooks of the chart, which help leaves out, too."""
+    shown = [(path, parser, text) for path, parser, text, hidden in leaves(cli._parser()) if not hidden]
+    return _table("gpu-node-agent", shown)
 
 
 def plugin_table() -> str:

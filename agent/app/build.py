@@ -70,10 +70,7 @@ async def build_cdi(core: Core) -> tuple[Injector, SpecificationKeeper | None]:
         companions.wanted(configured),
     )
     keeper = SpecificationKeeper(
-        Path(settings.host.cdi),
-        toolkit.Toolkit(places),
-        core.inventory.snapshot,
-        core.holdings.cell,
+        Path(settings.host.cdi), toolkit.Toolkit(places), core.inventory.snapshot, core.holdings.cell
     )
     await keeper.take_up()
     return Injector(settings, keeper.devices), keeper

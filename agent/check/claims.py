@@ -36,7 +36,7 @@ async def claim_support(settings: Settings, facts: CheckedNode | None) -> ClaimS
     kubeconfig = Path(settings.cluster.kubeconfig) if settings.cluster.kubeconfig else None
     try:
         async with await connect(kubeconfig) as api:
-            kubelet = facts.software.kubelet if facts else ""
+            kubelet = facts.software.kubelet_version if facts else ""
             return ClaimSupport(await problem_of(api, settings.cluster.own_node, kubelet))
     except (NoClusterAccess, ApiError, msgspec.DecodeError) as error:
         return ClaimSupport(unread=str(error))

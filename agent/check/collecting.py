@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import anyio
 import msgspec
 
-from agent.check.look import GOOD, NOT_SEEN, WRONG
 from agent.check.pod_objects import ContainerEnd, ShownPod, ShownPods, reasons_of
 from agent.cluster.api import ApiUnavailable, KubeApi
+from agent.model.look import GOOD, NOT_SEEN, WRONG
 
 Say = Callable[[str], None]
 
@@ -79,10 +79,10 @@ def _result(found: Round, say: Say) -> int:
 
 async def _look(api: KubeApi, namespace: str, daemonsets: Sequence[str]) -> Round:
     folder = f"/apis/apps/v1/namespaces/{namespace}/daemonsets"
-    owners = [msgspec.json.decode(await api.get(f"{folder}/{each}"), type=_DaemonSet) for each in daemonsets]
+    owners = [await api.read(f"{folder}/{each}", _DaemonSet) for each in daemonsets]
     uids = {each.metadata.uid for each in owners}
     query = {"labelSelector": "app.kubernetes.io/component=preflight"}
-    pods = msgspec.json.decode(await api.get(f"/api/v1/namespaces/{namespace}/pods", query), type=ShownPods)
+    pods = await api.read(f"/api/v1/namespaces/{namespace}/pods", ShownPods, query)
     ended: dict[str, ContainerEnd] = {}
     waiting: dict[str, str] = {}
     for pod in pods.items:

@@ -138,7 +138,7 @@ def way_of(settings: Settings, host: HostFiles, facts: CheckedNode | None, own: 
     folders = (host.folder(settings.host.cdi), host.folder("/etc/cdi"))
     # The missing driver alone is to be named as missing, not its consequences.
     devices = own.devices if driver or not own.wanted else Devices(frozenset({"GPU-"}))
-    version = facts.software.runtime if facts else ""
+    version = facts.software.container_runtime_version if facts else ""
     return Way(settings, host, facts, devices, runtimes(host, version), toolkit_devices(folders))
 
 

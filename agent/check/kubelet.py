@@ -12,8 +12,7 @@ import yaml
 from agent.check.host import HostFiles
 from agent.cluster.api import ApiError, connect
 from agent.cluster.lean import NoClusterAccess
-from agent.cluster.node import ApiNode, read_node
-from agent.injection.inject import NodeSoftware
+from agent.cluster.node import ApiNode, NodeInfo, read_node
 from agent.model.look import Look
 from agent.model.modes import FOREIGN_VALUES, OFFERED_MODES
 from agent.modes.desired import LABEL
@@ -27,7 +26,7 @@ OFF = (None, "none")  # the label of the mode in force while the agent offers no
 
 @dataclass(frozen=True, slots=True)
 class CheckedNode:
-    software: NodeSoftware
+    software: NodeInfo
     labels: Mapping[str, str] = field(default_factory=dict)
     offered: tuple[str, ...] = ()  # resources by which GPUs can be asked for there
 
@@ -58,13 +57,11 @@ async def node_facts(cluster: ClusterSettings) -> CheckedNode:
 
 def facts_of(node: ApiNode) -> CheckedNode:
     """The facts of a Node object that was read."""
-    info = node.status.node_info
     ours = {resource for mode in OFFERED_MODES for resource in mode.resources}
     # Not capacity: the kubelet keeps that for minutes when an agent has gone.
     amounts = node.status.allocatable
     offered = sorted(name for name in ours & set(amounts) if amounts[name] != "0")
-    software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
-    return CheckedNode(software, node.metadata.labels, tuple(offered))
+    return CheckedNode(node.status.node_info, node.metadata.labels, tuple(offered))
 
 
 # Looks at the kubelet's side: version, folders, other agents, Topology Manager; at kernel and cgroups.
@@ -82,10 +79,7 @@ FILES = (
     "/etc/default/kubeletconfig.json",  # AKS
 )
 # Drop-ins alone: in k3s and RKE2 the kubelet is a part of another program.
-FOLDERS = (
-    "/var/lib/rancher/k3s/agent/etc/kubelet.conf.d",
-    "/var/lib/rancher/rke2/agent/etc/kubelet.conf.d",
-)
+FOLDERS = ("/var/lib/rancher/k3s/agent/etc/kubelet.conf.d", "/var/lib/rancher/rke2/agent/etc/kubelet.conf.d")
 POLICY = "topologyManagerPolicy"
 CONNECT_SECONDS = 1.0
 # Sockets by which other agents offer GPUs in the same folder.
@@ -123,9 +117,9 @@ def look_at_kubelet(
 def _version(facts: CheckedNode | None, unread: str) -> Look:
     if facts is None:
         return Look.unknown("kubelet", f"its version is in the Node object: {unread}")
-    digits = facts.software.kubelet.removeprefix("v").split(".")
+    digits = facts.software.kubelet_version.removeprefix("v").split(".")
     version = tuple(int(part) for part in digits[:2] if part.isdigit())
-    text = f"{facts.software.kubelet}, {facts.software.runtime}"
+    text = f"{facts.software.kubelet_version}, {facts.software.container_runtime_version}"
     if version < OLDEST_KUBELET:
         return Look.failed("kubelet", f"{text}: Kubernetes 1.25 or later is needed")
     return Look.ok("kubelet", text)

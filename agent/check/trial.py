@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import msgspec
 
 from agent.check.pod_objects import ShownPod, ShownPods, reasons_of
 from agent.check.probe import DEVICE, DRIVER_PROGRAM, NO_PROGRAM, SCRIPT
@@ -198,12 +197,11 @@ async def _nodes(api: KubeApi, options: TrialOptions) -> list[ApiNode] | None:
     """All nodes, or the one that is to be tried; None: this account may not list them."""
     query = {"fieldSelector": f"metadata.name={options.node}"} if options.node else None
     try:
-        data = await api.get("/api/v1/nodes", query, LIST_SECONDS)
+        return (await api.read("/api/v1/nodes", NodeList, query, LIST_SECONDS)).items
     except ApiRefused as error:
         if error.status == FORBIDDEN:
             return None
         raise
-    return msgspec.json.decode(data, type=NodeList).items
 
 
 def _share(options: TrialOptions, nodes: list[ApiNode] | None) -> TrialShare:
@@ -226,13 +224,12 @@ async def _agents_image(api: KubeApi, node: str | None) -> str:
     """The image of an agent that runs: the nodes that offer GPUs have it. Raises TrialFailed."""
     remedy = "name an image with a shell (--image)"
     try:
-        data = await api.get("/api/v1/pods", {"labelSelector": AGENTS}, LIST_SECONDS)
+        found = await api.read("/api/v1/pods", ShownPods, {"labelSelector": AGENTS}, LIST_SECONDS)
     except ApiRefused as error:
         if error.status != FORBIDDEN:
             raise
         raise TrialFailed(f"this account may not look for the agents and their image: {remedy}") from error
-    found = msgspec.json.decode(data, type=ShownPods).items
-    for pod in sorted(found, key=lambda each: each.spec.node_name != node):
+    for pod in sorted(found.items, key=lambda each: each.spec.node_name != node):
         for container in pod.spec.containers:
             if container.name == "agent" and container.image:
                 return container.image
@@ -245,7 +242,7 @@ async def _ended(api: KubeApi, path: str, seconds: float, say: Say) -> ShownPod:
     with anyio.move_on_after(seconds):
         while True:
             try:
-                pod = msgspec.json.decode(await api.get(path), type=ShownPod)
+                pod = await api.read(path, ShownPod)
             except ApiUnavailable as error:
                 last = str(error)
                 await anyio.sleep(POLL_SECONDS)

@@ -8,15 +8,16 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from http import HTTPStatus
 
 import anyio
-import msgspec
 import structlog
 
 from agent.cleanup import request
 from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupState, Exchange
-from agent.cluster.api import ApiError, ApiRefused, KubeApi
-from agent.model.pod import MPS, Metadata, Pod
+from agent.cluster.api import ApiError, KubeApi, understood
+from agent.cluster.reflector import PartialObject
+from agent.model.pod import MPS, Pod
 
 log = structlog.get_logger()
 
@@ -36,19 +37,6 @@ class Release:
     namespace: str
     agents: str  # label selector of the agents' pods
     record: str = ""  # the Secret in which helm keeps the release; empty: leave it alone
-
-
-class _ListMeta(msgspec.Struct, rename={"next": "continue"}):
-    next: str = ""
-
-
-class _PodList(msgspec.Struct):
-    items: list[Pod]
-    metadata: _ListMeta = msgspec.field(default_factory=_ListMeta)
-
-
-class _Node(msgspec.Struct):
-    metadata: Metadata
 
 
 @dataclass
@@ -118,14 +106,9 @@ class ClusterCleanup:
             )
 
     async def _pods(self, path: str, selector: dict[str, str]) -> AsyncIterator[Pod]:
-        query = {"limit": str(PAGE), **selector}
-        while True:
-            found = msgspec.json.decode(await self.api.get(path, query), type=_PodList)
-            for pod in found.items:
-                yield pod
-            if not found.metadata.next:
-                return
-            query["continue"] = found.metadata.next
+        async for page in self.api.pages(path, {"limit": str(PAGE), **selector}):
+            for raw in page.items:
+                yield understood(raw, Pod, path)
 
     async def _agents_nodes(self) -> set[str]:
         path = f"/api/v1/namespaces/{self.release.namespace}/pods"
@@ -152,7 +135,7 @@ class ClusterCleanup:
                 try:
                     wanted = await self._agents_nodes()
                 except ApiError as error:
-                    if _forbidden(error):
+                    if error.status == HTTPStatus.FORBIDDEN:
                         self._failure = CleanupFailed(str(error))
                         group.cancel_scope.cancel()
                     self.problems[""] = str(error)
@@ -184,11 +167,11 @@ class ClusterCleanup:
                         seconds = ends - anyio.current_time()
                         await self._annotate(node, request.asking(self._id, self.clock(), seconds))
                         asked = True
-                    found = msgspec.json.decode(await self.api.get(_path(node)), type=_Node)
+                    found = await self.api.read(_path(node), PartialObject)
             except ApiError as error:
-                if _not_found(error):
+                if error.status == HTTPStatus.NOT_FOUND:
                     break
-                if _forbidden(error):
+                if error.status == HTTPStatus.FORBIDDEN:
                     raise CleanupFailed(str(error)) from error
                 self.problems[node] = str(error)
             else:
@@ -227,7 +210,7 @@ class ClusterCleanup:
                     async with limiter:
                         await self._annotate(node, annotations)
                 except ApiError as error:
-                    if _not_found(error) or _forbidden(error):
+                    if error.status in (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN):
                         return
                     log.warning("node_not_annotated", node=node, problem=str(error))
                 else:
@@ -254,11 +237,3 @@ class ClusterCleanup:
 
 def _path(node: str) -> str:
     return f"/api/v1/nodes/{node}"
-
-
-def _forbidden(error: ApiError) -> bool:
-    return isinstance(error, ApiRefused) and error.status == 403
-
-
-def _not_found(error: ApiError) -> bool:
-    return isinstance(error, ApiRefused) and error.status == 404

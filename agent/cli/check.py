@@ -15,6 +15,7 @@ from agent.cli.arguments import add_configuration, add_kubeconfig, kubeconfig, l
 from agent.cli.output import Document, add_output, formatted
 from agent.cli.running import in_cluster
 from agent.model import cuda
+from agent.model.look import Severity, verdict
 from agent.model.modes import OFFERED_MODES
 from agent.nvml.port import NvmlError
 
@@ -143,9 +144,7 @@ def _compat_text(document: Document) -> str:
 
 def _node(options: argparse.Namespace) -> int:
     from agent.check.host import host_of  # noqa: PLC0415  not needed by the agent itself
-    from agent.check.look import verdict  # noqa: PLC0415
     from agent.check.node_check import look, observe  # noqa: PLC0415
-    from agent.model.look import Severity  # noqa: PLC0415
 
     settings = load(options)
     root: Path | None = options.host_root

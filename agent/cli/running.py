@@ -1,5 +1,6 @@
 """Running the asynchronous part of a command: until an error ends it, or until a signal does."""
 
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -10,15 +11,30 @@ import anyio
 import msgspec
 import structlog
 
-from agent.kit.descriptors import raise_limit
 from agent.kit.tasks import FatalError, describe
 
 if TYPE_CHECKING:
     from agent.cluster.api import KubeApi
 
-INTERRUPTED = 130  # the exit code
+
+# How many files and connections the process may have open.
 
 log = structlog.get_logger()
+
+
+def raise_limit() -> None:
+    """Raise the soft limit to the hard one: where it is 1,024, it is so for programs that use select(2)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:
+        log.warning("descriptor_limit_stays", limit=soft, wanted=hard, problem=str(error))
+
+
+INTERRUPTED = 130  # the exit code
+
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 STOP_SECONDS = 9.5
 # The same for its last part, when nothing is offered any more: a driver that hangs is not waited for.
 TEARDOWN_SECONDS = 3.0
+# After the start: a full collection holds the event loop up for 40 ms, and the sockets come first.
+COLLECT_SECONDS = 2.0
 
 log = structlog.get_logger()
 
@@ -106,11 +108,14 @@ async def _in_service(
                     await anyio.sleep_forever()
 
                 group.start_soon(spawn, "clean-up requests", leave)
-            # Objects that live now live for ever: full collections need not look at them again.
-            gc.collect()
-            gc.freeze()
             try:
-                await stop.wait()
+                with anyio.move_on_after(COLLECT_SECONDS):
+                    await stop.wait()
+                if not stop.is_set():
+                    # Objects that live now live for ever: full collections need not look at them again.
+                    gc.collect()
+                    gc.freeze()
+                    await stop.wait()
             finally:
                 # A fatal task failed, or a clean-up is wanted: one that hangs must not keep others alive.
                 if not stop.is_set():

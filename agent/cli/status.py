@@ -10,8 +10,9 @@ from pathlib import Path
 from agent.cli.arguments import Commands, add_configuration, load
 from agent.cli.arguments import duration as as_seconds
 from agent.cli.output import Document, Render, add_output, add_watch, formatted, painted, show, size
-from agent.status import client, top_table
+from agent.status import top_table
 from agent.status.table import duration, render
+from agent.web import control
 from agent.web.control import NAME
 
 
@@ -57,7 +58,7 @@ def _over_socket(action: Callable[[Path, argparse.Namespace], int]) -> Callable[
         path = Path(load(options).host.run) / NAME
         try:
             return action(path, options)
-        except (client.AgentUnreachable, client.AgentRefused) as error:
+        except (control.AgentUnreachable, control.AgentRefused) as error:
             print(error, file=sys.stderr)
             return 1
 
@@ -71,7 +72,7 @@ def _status(path: Path, options: argparse.Namespace) -> int:
         columns = None if options.output == "wide" else size()[0]
         return render(document, colours=colours, columns=columns)
 
-    return show(options, lambda: client.ask(path, "status"), text)
+    return show(options, lambda: control.ask(path, "status"), text)
 
 
 def _top(path: Path, options: argparse.Namespace) -> int:
@@ -84,9 +85,9 @@ def _top(path: Path, options: argparse.Namespace) -> int:
         return top_table.render(document, columns, 0 if options.once else rows)
 
     while options.output in (None, "wide") and not options.once and sys.stdout.isatty():
-        print(painted(text(client.ask(path, "top"))), end="", flush=True)
+        print(painted(text(control.ask(path, "top"))), end="", flush=True)
         time.sleep(options.every)
-    return show(options, lambda: client.ask(path, "top"), text)
+    return show(options, lambda: control.ask(path, "top"), text)
 
 
 def _clear(path: Path, options: argparse.Namespace) -> int:
@@ -95,16 +96,16 @@ def _clear(path: Path, options: argparse.Namespace) -> int:
             return f"GPU {done['index']} ({done['uuid']}) is forgotten; it was: {done['was']}"
         return f"GPU {done['index']} ({done['uuid']}) is declared healthy; it was: {done['was']}"
 
-    return _say(options, client.ask(path, "clear-health", gpu=options.gpu, removed=options.removed), text)
+    return _say(options, control.ask(path, "clear-health", gpu=options.gpu, removed=options.removed), text)
 
 
 def _cordon(path: Path, options: argparse.Namespace) -> int:
-    done = client.ask(path, "cordon", gpu=options.gpu, reason=options.reason)
+    done = control.ask(path, "cordon", gpu=options.gpu, reason=options.reason)
 
     def still() -> Document:
         if not options.watch:
             return done
-        gpus = client.ask(path, "status")["gpus"]
+        gpus = control.ask(path, "status")["gpus"]
         holders = [pod["pod"] for gpu in gpus if gpu["uuid"] == done["uuid"] for pod in gpu["holders"]]
         return {**done, "waitingFor": sorted(set(holders))}
 
@@ -121,14 +122,14 @@ def _uncordon(path: Path, options: argparse.Namespace) -> int:
     def text(done: Document) -> str:
         return f"GPU {done['index']} ({done['uuid']}) is offered again; it was {done['was']}"
 
-    return _say(options, client.ask(path, "uncordon", gpu=options.gpu), text)
+    return _say(options, control.ask(path, "uncordon", gpu=options.gpu), text)
 
 
 def _release(path: Path, options: argparse.Namespace) -> int:
     if options.end:
-        done = client.ask(path, "release", end=True)
+        done = control.ask(path, "release", end=True)
         return _say(options, done, lambda _: "NVML is opened again; GPUs return as they answer")
-    done = client.ask(path, "release", deadline=client.RELEASE_SECONDS, seconds=options.seconds)
+    done = control.ask(path, "release", deadline=control.RELEASE_SECONDS, seconds=options.seconds)
     return _say(
         options,
         done,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -17,6 +17,7 @@ from agent.cluster import lean
 from agent.kit.lean_aiohttp import aiohttp
 
 Query = Mapping[str, str] | None
+T = TypeVar("T")
 
 CALL_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
@@ -28,6 +29,7 @@ KEEP_ALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEP
 class ApiError(Exception):
     """A call to the API server failed."""
 
+    status = 0  # HTTP's, where it answered
     refused = False  # the server said no; else a write may have been carried out, or still be
 
 
@@ -74,6 +76,18 @@ class ApiStatus(msgspec.Struct):
     details: _Details = msgspec.field(default_factory=_Details)
 
 
+class _ListMetadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+    next_page: str = msgspec.field(default="", name="continue")
+
+
+class ListPage(msgspec.Struct):
+    """A list of objects, or a part of one."""
+
+    metadata: _ListMetadata = msgspec.field(default_factory=_ListMetadata)
+    items: list[msgspec.Raw] = msgspec.field(default_factory=list)
+
+
 class KubeApi:
     """Each call answers the body. Raises ApiRefused or ApiUnavailable, at the latest after its deadline."""
 
@@ -83,6 +97,10 @@ class KubeApi:
 
     async def get(self, path: str, query: Query = None, deadline: float = CALL_SECONDS) -> bytes:
         return await self._call("GET", path, deadline, query)
+
+    async def read(self, path: str, kind: type[T], query: Query = None, deadline: float = CALL_SECONDS) -> T:
+        """GET an object of that kind."""
+        return understood(await self.get(path, query, deadline), kind, path)
 
     async def post(
         self, path: str, body: object, deadline: float = CALL_SECONDS, query: Query = None
@@ -108,6 +126,17 @@ class KubeApi:
 
     async def delete(self, path: str, query: Query = None, deadline: float = CALL_SECONDS) -> bytes:
         return await self._call("DELETE", path, deadline, query)
+
+    async def pages(
+        self, path: str, query: Mapping[str, str], deadline: float = CALL_SECONDS
+    ) -> AsyncIterator[ListPage]:
+        """A list in pages of as many items as its `limit` says: one of them is held at a time."""
+        while True:
+            page = await self.read(path, ListPage, query, deadline)
+            yield page
+            if not page.metadata.next_page:
+                return
+            query = {**query, "continue": page.metadata.next_page}
 
     @asynccontextmanager
     async def stream(
@@ -191,6 +220,14 @@ async def connect(kubeconfig: Path | None) -> KubeApi:
     """Find a way to the API server. Makes no call yet. Raises lean.NoClusterAccess."""
     configured = await lean.configuration(kubeconfig)
     return KubeApi(configured, lean.rest_client(configured))
+
+
+def understood(answer: bytes | msgspec.Raw, kind: type[T], of: str) -> T:
+    """An answer of the API server. Raises ApiError where it is none of that kind."""
+    try:
+        return msgspec.json.decode(answer, type=kind)
+    except msgspec.DecodeError as error:
+        raise ApiError(f"the answer for {of} cannot be understood: {error}") from error
 
 
 def now() -> str:

@@ -68,12 +68,8 @@ class NodeList(msgspec.Struct):
 async def read_node(api: KubeApi, name: str) -> ApiNode | None:
     """One node now; None: there is none of that name. Raises ApiError."""
     # A list of one: the agent's account may list nodes and needs no right to get them.
-    data = await api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
-    try:
-        found = msgspec.json.decode(data, type=NodeList).items
-    except msgspec.DecodeError as error:
-        raise ApiError(f"node {name} cannot be understood: {error}") from error
-    return found[0] if found else None
+    found = await api.read("/api/v1/nodes", NodeList, {"fieldSelector": f"metadata.name={name}"})
+    return found.items[0] if found.items else None
 
 
 class OwnNode:

@@ -7,10 +7,9 @@ its node (403), or no driver was there. A change of the pod, as of an annotation
 from collections.abc import Collection, Iterator, Mapping
 
 import anyio
-import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi, now
+from agent.cluster.api import ApiError, KubeApi, now
 from agent.cluster.pods import PodCache
 from agent.kit.tasks import Cell
 from agent.model.pod import Pod
@@ -29,11 +28,7 @@ class PodNudges:
     """Looks for pods whose claims of ours nobody prepares."""
 
     def __init__(
-        self,
-        api: KubeApi,
-        pods: PodCache,
-        asked: Collection[str],
-        held: Cell[Mapping[str, HeldClaim]],
+        self, api: KubeApi, pods: PodCache, asked: Collection[str], held: Cell[Mapping[str, HeldClaim]]
     ) -> None:
         """`asked`: UIDs of pods for which prepare was called. `held`: claims that are prepared."""
         self._api = api
@@ -62,9 +57,8 @@ class PodNudges:
                 if await self._ours(waiting[uid]):
                     await self._nudge(waiting[uid])
                     self.problem = ""
-            except (ApiError, msgspec.DecodeError) as error:
-                gone = isinstance(error, ApiRefused) and error.status in (404, 409)
-                if not gone and str(error) != self.problem:
+            except ApiError as error:
+                if error.status not in (404, 409) and str(error) != self.problem:
                     self.problem = str(error)
                     log.warning("pod_not_nudged", pod="/".join(waiting[uid].key), problem=self.problem)
 
@@ -79,7 +73,7 @@ class PodNudges:
         """Whether a claim of a pod has devices of ours and is for it."""
         for name in {name for _, name, _ in pod.claimed_devices()}:
             path = f"/apis/{GROUP}/namespaces/{pod.namespace}/resourceclaims/{name}"
-            status = msgspec.json.decode(await self._api.get(path), type=ResourceClaim).status
+            status = (await self._api.read(path, ResourceClaim)).status
             results = status.allocation.devices.results if status.allocation else ()
             if any(each.driver == DRIVER for each in results):
                 return any(each.uid == pod.uid for each in status.reserved_for)

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi, Query
+from agent.cluster.api import ApiError, ApiRefused, KubeApi, Query, understood
 from agent.cluster.reflector import Item, PartialObject, Reflector
 from agent.model.pod import Metadata, Pod
 
@@ -185,10 +185,6 @@ class PodCache:
     async def _read(self, path: str, kind: type[Read], what: str, query: Query = None) -> Read:
         try:
             with anyio.fail_after(MISS_SECONDS):
-                data = await self._api.get(path, query, deadline=MISS_SECONDS)
+                return understood(await self._api.get(path, query, deadline=MISS_SECONDS), kind, what)
         except TimeoutError as error:
             raise ApiError(f"{what} could not be read within {MISS_SECONDS:g} s") from error
-        try:
-            return msgspec.json.decode(data, type=kind)
-        except msgspec.DecodeError as error:
-            raise ApiError(f"{what} cannot be understood: {error}") from error

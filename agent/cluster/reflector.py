@@ -52,16 +52,6 @@ class PartialObject(msgspec.Struct, frozen=True):
     metadata: Metadata
 
 
-class _ListMetadata(msgspec.Struct, rename="camel"):
-    resource_version: str = ""
-    next_page: str = msgspec.field(default="", name="continue")
-
-
-class _Page(msgspec.Struct):
-    metadata: _ListMetadata
-    items: list[msgspec.Raw] = msgspec.field(default_factory=list)
-
-
 class Reflector(Generic[Item]):
     """Copies of the objects at `path` that match `selector`, by UID.
 
@@ -242,15 +232,12 @@ class Reflector(Generic[Item]):
         query = dict(self._selector)
         query |= {"resourceVersion": self._reached} if self.from_cache else {"limit": str(PAGE_ITEMS)}
         found: dict[str, Item] = {}
-        while True:
-            body = await self._api.get(self._path, query, LIST_SECONDS)
-            page = msgspec.json.decode(body, type=_Page)
+        version = ""
+        async for page in self._api.pages(self._path, query, LIST_SECONDS):
             found |= {item.metadata.uid: item for item in map(self._decoder.decode, page.items)}
-            if not page.metadata.next_page:
-                break
-            query["continue"] = page.metadata.next_page
+            version = page.metadata.resource_version
         self._publish(found)
-        self._version = page.metadata.resource_version
+        self._version = version
 
     def _publish(self, items: dict[str, Item]) -> None:
         self.items.publish(MappingProxyType(items))

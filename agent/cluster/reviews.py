@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import anyio
 import msgspec
 
-from agent.cluster.api import ApiError, KubeApi
+from agent.cluster.api import ApiError, KubeApi, understood
 
 # The agent's rights at the API server, as the server itself answers.
 #
@@ -40,8 +40,8 @@ async def lacks_right(api: KubeApi, verb: str, resource: str, namespace: str) ->
     }
     try:
         answer = await api.post(PATH, body)
-        return not msgspec.json.decode(answer, type=_Review).status.allowed
-    except (ApiError, msgspec.DecodeError):
+        return not understood(answer, _Review, PATH).status.allowed
+    except ApiError:
         return False
 
 
@@ -104,13 +104,11 @@ class Reviews:
                 )
         except TimeoutError as error:
             raise ApiError(f"the API server has not reviewed a token within {self._seconds:g} s") from error
-        except msgspec.DecodeError as error:
-            raise ApiError(f"the API server's review of a token cannot be read: {error}") from error
 
     async def _user(self, token: str) -> UserInfo | None:
         kind = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview"}
         answer = await self._api.post(TOKENS, {**kind, "spec": {"token": token}}, self._seconds)
-        status = msgspec.json.decode(answer, type=_TokenReview).status
+        status = understood(answer, _TokenReview, TOKENS).status
         return status.user if status.authenticated and status.user.username else None
 
     async def _allowed(self, user: UserInfo) -> bool:
@@ -123,4 +121,4 @@ class Reviews:
         }
         kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview"}
         answer = await self._api.post(ACCESS, {**kind, "spec": spec}, self._seconds)
-        return msgspec.json.decode(answer, type=_AccessReview).status.allowed
+        return understood(answer, _AccessReview, ACCESS).status.allowed

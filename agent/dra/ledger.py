@@ -28,10 +28,7 @@ class ClaimLedger:
     """Publishes in `requests` the mode of each GPU on which there are claims, or were a moment ago."""
 
     def __init__(
-        self,
-        requests: ClaimRequests,
-        size: Callable[[str], tuple[int, int]],
-        keep_seconds: float = 0.0,
+        self, requests: ClaimRequests, size: Callable[[str], tuple[int, int]], keep_seconds: float = 0.0
     ) -> None:
         """`size`: GiB that shares of a GPU may have together, and how many shares there may be."""
         self._requests = requests

@@ -7,13 +7,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from agent.dra.slices import (
-    RESERVED,
-    UNAVAILABLE,
-    UNHEALTHY,
-    DeviceOffer,
-    names,
-)
+from agent.dra.slices import RESERVED, UNAVAILABLE, UNHEALTHY, DeviceOffer, names
 from agent.inventory.snapshot import GpuState, Snapshot, pcie_root
 from agent.kit.tasks import Cell
 from agent.kubelet.claim_service import DeviceVerdict

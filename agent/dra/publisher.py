@@ -34,7 +34,7 @@ from agent.dra.slices import (
     writes,
 )
 from agent.kit.tasks import Backoff, Cell, follow
-from agent.model.resource_claim import DRIVER, GROUP, ClaimList, pool_of
+from agent.model.resource_claim import DRIVER, GROUP, ResourceClaim, pool_of
 
 log = structlog.get_logger()
 
@@ -261,16 +261,13 @@ class SlicePublisher:
 
     async def _allocated(self) -> frozenset[str]:
         """Devices of this node that claims have, whether they are prepared or not."""
-        pool, found, page = pool_of(self._node), set[str](), ""
-        while True:
-            query = {"limit": str(CLAIMS_PER_PAGE), **({"continue": page} if page else {})}
-            listed = msgspec.json.decode(await self._api.get(CLAIMS, query), type=ClaimList)
-            for claim in listed.items:
-                results = claim.status.allocation.devices.results if claim.status.allocation else ()
+        pool, found = pool_of(self._node), set[str]()
+        async for page in self._api.pages(CLAIMS, {"limit": str(CLAIMS_PER_PAGE)}):
+            for raw in page.items:
+                status = msgspec.json.decode(raw, type=ResourceClaim).status
+                results = status.allocation.devices.results if status.allocation else ()
                 found |= {each.device for each in results if (each.driver, each.pool) == (DRIVER, pool)}
-            page = listed.metadata.next_page
-            if not page:
-                return frozenset(found)
+        return frozenset(found)
 
     def _list(self, more: frozenset[str], *, shrink: bool = False) -> None:
         """Publish of which GPUs there are devices, or will be with the next write."""

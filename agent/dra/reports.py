@@ -4,10 +4,9 @@ from http import HTTPStatus
 from typing import Any
 
 import anyio
-import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi, now
+from agent.cluster.api import ApiError, KubeApi, now
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.dra.driver import ClaimReports
 from agent.kit.tasks import Mailbox
@@ -55,15 +54,14 @@ class ClusterClaimReports(ClaimReports):
                 continue
             try:
                 await self._write(name, problem)
-            except (ApiError, msgspec.DecodeError) as error:
-                denied = isinstance(error, ApiRefused) and error.status == HTTPStatus.FORBIDDEN
-                if denied:
+            except ApiError as error:
+                if error.status == HTTPStatus.FORBIDDEN:
                     self._denied_until = anyio.current_time() + DENIED_SECONDS
                 log.info("claim_condition_not_written", claim=name.name, problem=str(error))
 
     async def _write(self, name: ClaimName, problem: str) -> None:
         path = f"/apis/{GROUP}/namespaces/{name.namespace}/resourceclaims/{name.name}"
-        claim: dict[str, Any] = msgspec.json.decode(await self._api.get(path))
+        claim = await self._api.read(path, dict[str, Any])
         status = claim.get("status") or {}
         if claim["metadata"]["uid"] != name.uid or not status.get("allocation"):
             return

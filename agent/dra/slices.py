@@ -117,10 +117,7 @@ def _device(offer: DeviceOffer, mode: Mode, counter_set: str, driver: Driver | N
             "cores": _shared(str(CORES), "1"),
             "memory": _shared(f"{blocks}Gi", "1Gi"),
             # One for each share: MPS serves so many processes at once.
-            "clients": {
-                "value": str(offer.clients),
-                "requestPolicy": {"default": "1", "validValues": ["1"]},
-            },
+            "clients": {"value": str(offer.clients), "requestPolicy": {"default": "1", "validValues": ["1"]}},
         }
     if taints := offer.taints.get(mode):
         device["taints"] = [{"key": key, "value": value, "effect": "NoSchedule"} for key, value in taints]

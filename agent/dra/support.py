@@ -25,7 +25,7 @@ async def problem_of(api: KubeApi, node: str, kubelet: str) -> str:
 
     Slices are sent as they will be, but for a trial (dryRun): a server drops fields of a gate that is off.
     """
-    served = msgspec.json.decode(await api.get("/version"), type=_Version).version
+    served = (await api.read("/version", _Version)).version
     for whose, version, least in (("API server", served, LEAST), ("kubelet", kubelet, LEAST_KUBELET)):
         found = parsed(version)
         if found and found < least:

@@ -128,11 +128,7 @@ def _still_needed(
 
 
 def _reprieved(
-    fleet: Fleet,
-    name: str,
-    victims: Sequence[str],
-    demand: PodDemand,
-    needed: Collection[str] = (),
+    fleet: Fleet, name: str, victims: Sequence[str], demand: PodDemand, needed: Collection[str] = ()
 ) -> list[str]:
     """Victims that must go, in their order; those in `needed` whether their GPUs help or not."""
     claims, going = fleet.claims(name), list(victims)

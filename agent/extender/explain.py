@@ -1,7 +1,6 @@
 """Explains why a pod waits or failed at admission, node by node; works without a running extender."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,7 @@ from agent.extender.eviction import would_have_to_go
 from agent.extender.fleet import Fleet
 from agent.extender.free_capacity import PodClaim
 from agent.extender.ledger_sync import BOUND
-from agent.extender.objects import (
-    WatchedPod,
-    as_model,
-    asks_for_share,
-    decode_pod,
-    read_node,
-    read_pod,
-)
+from agent.extender.objects import WatchedPod, as_model, asks_for_share, decode_pod, read_node, read_pod
 from agent.extender.pod_demand import PodDemand, pod_demand
 from agent.model.pod import STATIC_PODS, Impossible
 
@@ -34,15 +26,6 @@ MOST_NODES = 3  # for which the output names the pods that would have to end
 
 class CannotExplain(Exception):
     """A needed object cannot be read; the text says why."""
-
-
-class _Meta(msgspec.Struct):
-    next_page: str = msgspec.field(default="", name="continue")
-
-
-class _Page(msgspec.Struct):
-    metadata: _Meta = msgspec.field(default_factory=_Meta)
-    items: list[msgspec.Raw] = msgspec.field(default_factory=list)
 
 
 async def explained(namespace: str, name: str, kubeconfig: Path | None) -> dict[str, Any]:
@@ -100,28 +83,15 @@ def _refusal(pod: WatchedPod) -> list[str]:
 
 async def _fleet(api: KubeApi) -> Fleet:
     fleet = Fleet()
-    await _each(api, "/api/v1/nodes", {}, lambda raw: fleet.set_node(read_node(raw)[1]))
-
-    def take(raw: msgspec.Raw) -> None:
-        if pod := read_pod(raw)[1]:
-            fleet.set_pod(pod)
-
-    await _each(api, "/api/v1/pods", {"fieldSelector": BOUND}, take)
-    return fleet
-
-
-async def _each(
-    api: KubeApi, path: str, selector: Mapping[str, str], take: Callable[[msgspec.Raw], object]
-) -> None:
-    """Hand over each object of a list, a page at a time. Raises ApiError, msgspec.DecodeError."""
-    query = {**selector, "limit": str(PAGE_ITEMS)}
-    while True:
-        page = msgspec.json.decode(await api.get(path, query, LIST_SECONDS), type=_Page)
+    limit = {"limit": str(PAGE_ITEMS)}
+    async for page in api.pages("/api/v1/nodes", limit, LIST_SECONDS):
         for raw in page.items:
-            take(raw)
-        if not page.metadata.next_page:
-            return
-        query["continue"] = page.metadata.next_page
+            fleet.set_node(read_node(raw)[1])
+    async for page in api.pages("/api/v1/pods", {"fieldSelector": BOUND, **limit}, LIST_SECONDS):
+        for raw in page.items:
+            if pod := read_pod(raw)[1]:
+                fleet.set_pod(pod)
+    return fleet
 
 
 def _lines(who: str, demand: PodDemand, fleet: Fleet) -> list[str]:

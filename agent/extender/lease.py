@@ -104,7 +104,7 @@ class Election:
             else:
                 self.problem = None
                 self.answered = anyio.current_time()
-        except (ApiError, msgspec.DecodeError) as error:
+        except ApiError as error:
             if self.problem is None:
                 log.warning("lease_not_renewed", problem=str(error))
             self.problem = str(error)
@@ -125,7 +125,7 @@ class Election:
 
     async def _read(self) -> _Lease | None:
         try:
-            return msgspec.json.decode(await self._api.get(self._path), type=_Lease)
+            return await self._api.read(self._path, _Lease)
         except ApiRefused as error:
             if error.status == MISSING:
                 return None
@@ -160,7 +160,7 @@ class Election:
             found = await self._read()
             if found and found.spec.holder_identity == self.identity:
                 await self._patch(found, {"holderIdentity": "", "leaseDurationSeconds": 1})
-        except (ApiError, msgspec.DecodeError) as error:
+        except ApiError as error:
             log.info("lease_not_released", problem=str(error))
 
 
@@ -204,7 +204,7 @@ class ServingLabel:
                 await self._apply(serving)
             else:
                 await self._write(self._pod, None)
-        except (ApiError, msgspec.DecodeError) as error:
+        except ApiError as error:
             if not self.problem:
                 log.warning("serving_label_not_written", pod=self._pod, problem=str(error))
             self.problem = str(error)
@@ -214,7 +214,7 @@ class ServingLabel:
 
     async def _apply(self, serving: bool) -> None:
         query = {"labelSelector": self._selector}
-        found = msgspec.json.decode(await self._api.get(self._folder, query), type=_Pods)
+        found = await self._api.read(self._folder, _Pods, query)
         labelled = {pod.metadata.name for pod in found.items}
         for name in sorted(labelled - {self._pod}):
             await self._write(name, None)

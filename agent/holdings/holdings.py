@@ -55,7 +55,10 @@ def strangers_by_gpu(pods: Record, gpus: Mapping[int, str]) -> dict[str, tuple[H
     UUIDs of the node's GPUs by index, by which that plugin may call whole ones.
     """
     found: dict[str, tuple[Holding, str]] = {}
+    known = frozenset(gpus.values())
     for holding in pods.holdings:
+        if holding.readable and holding.gpus <= known:
+            continue
         ours = holding.resource.startswith("nvidia.com/gpu")
         for text in holding.ids:
             gpu = _gpu_of_stranger(text, gpus) if text.startswith(PREFIXES) or ours else None

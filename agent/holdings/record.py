@@ -229,6 +229,8 @@ class Evidence:
     heard_of: frozenset[str] = frozenset()
     # UIDs in the checkpoint of which nobody knows the names, and when the first reading with them began.
     nameless: Mapping[str, float] = field(default_factory=dict)
+    # Names of those in the checkpoint that were known once: it names some that have ended, and are gone.
+    names: Mapping[str, PodKey] = field(default_factory=dict)
     # UIDs that may have been in the checkpoint before the kubelet of now wrote it; None: not known.
     inherited: frozenset[str] | None = None
     listed: Record = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
@@ -345,7 +347,12 @@ def join(
     )
     unknown = by_pod.keys() - view.pods.keys() - named.keys()
     nameless = _nameless(before, unknown, listed.began, fresh=fresh)
-    return Evidence(pods, frozenset(outlived), frozenset(heard_of), nameless, inherited, listed, joined)
+    now = {uid: view.pods[uid].key if uid in view.pods else named.get(uid) for uid in by_pod}
+    former = {uid: key for uid, key in before.names.items() if uid in by_pod or not fresh}
+    names = {**former, **{uid: key for uid, key in now.items() if key}}
+    return Evidence(
+        pods, frozenset(outlived), frozenset(heard_of), nameless, names, inherited, listed, joined
+    )
 
 
 def _nameless(before: Evidence, uids: Collection[str], began: float, *, fresh: bool) -> Mapping[str, float]:
@@ -405,7 +412,7 @@ def _matches(
     owners = {pod.key: uid for uid, pod in view.pods.items() if not pod.finished}
     found: dict[str, dict[Place, Holding]] = {}
     for uid, held in by_pod.items():
-        called = view.pods[uid].key if uid in view.pods else before.pods.get(uid, UNKNOWN).key
+        called = view.pods[uid].key if uid in view.pods else before.names.get(uid)
         for place, ids in held.items():
             if (match := shown.get((*place, ids))) is None:
                 continue

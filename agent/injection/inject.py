@@ -13,7 +13,7 @@ import anyio.to_thread
 import structlog
 import yaml
 
-from agent.cluster.node import OwnNode
+from agent.cluster.node import NodeInfo, OwnNode
 from agent.injection.companions import device_root, lacking, nodes, wanted
 from agent.injection.toolkit import KIND, Devices
 from agent.kit.files import inside
@@ -41,14 +41,6 @@ RUNTIMES_WITH_CDI = {"containerd": (2, 0), "cri-o": (1, 23)}
 
 
 @dataclass(frozen=True, slots=True)
-class NodeSoftware:
-    """Versions as the Node object shows them (`status.nodeInfo`)."""
-
-    kubelet: str  # "v1.36.3"
-    runtime: str  # "containerd://2.4.2"
-
-
-@dataclass(frozen=True, slots=True)
 class InjectionChoice:
     cdi: bool
     reason: str
@@ -56,7 +48,7 @@ class InjectionChoice:
 
 def choose(
     settings: Settings,
-    software: NodeSoftware | None,
+    software: NodeInfo | None,
     toolkit_devices: frozenset[str],
     own: Devices = Devices(),  # noqa: B008  frozen
 ) -> InjectionChoice:
@@ -82,15 +74,15 @@ def choose(
     return InjectionChoice(True, f"kubelet, container runtime and {whose} support CDI")
 
 
-def cdi_problem(software: NodeSoftware | None) -> str | None:
+def cdi_problem(software: NodeInfo | None) -> str | None:
     """Why CDI devices that a plugin names would not reach a container; None: they do."""
     if software is None:
         return "the versions of kubelet and container runtime are not known"
-    if _version(software.kubelet) < KUBELET_WITH_CDI:
-        return f"kubelet {software.kubelet} ignores CDI devices"
-    name, _, version = software.runtime.partition("://")
+    if _version(software.kubelet_version) < KUBELET_WITH_CDI:
+        return f"kubelet {software.kubelet_version} ignores CDI devices"
+    name, _, version = software.container_runtime_version.partition("://")
     if _version(version) < RUNTIMES_WITH_CDI.get(name, (999, 0)):
-        return f"{software.runtime} is not known to inject CDI devices"
+        return f"{software.container_runtime_version} is not known to inject CDI devices"
     return None
 
 
@@ -185,8 +177,8 @@ class Injector:
         """`own`: the devices of our own specification, kept by `agent.injection`."""
         self._settings = settings
         self._own: Cell[Devices] = own or Cell(Devices())
-        self.software: NodeSoftware | None = None
-        self.looked: Cell[NodeSoftware | None] = Cell(None)
+        self.software: NodeInfo | None = None
+        self.looked: Cell[NodeInfo | None] = Cell(None)
         self._capabilities: Mapping[str, str] = {}
         self._toolkits: frozenset[str] = frozenset()
         self.choice = choose(settings, None, frozenset())
@@ -196,7 +188,7 @@ class Injector:
         self._lacking = ""
         self.lacks: Cell[str] = Cell("")  # why containers would miss a companion; empty: they would not
 
-    def look(self, software: NodeSoftware | None) -> None:
+    def look(self, software: NodeInfo | None) -> None:
         """Find out which way the node supports. Blocks on files: call it from a thread."""
         self.software = software
         self._capabilities = capabilities(Path(self._settings.host.proc))
@@ -218,7 +210,7 @@ class Injector:
             )
         return lacking(root, self.companions)
 
-    async def update(self, software: NodeSoftware | None) -> None:
+    async def update(self, software: NodeInfo | None) -> None:
         """Look in a thread, and let those who follow `looked` and `lacks` know."""
         await anyio.to_thread.run_sync(self.look, software)
         self.looked.publish(software)
@@ -228,8 +220,7 @@ class Injector:
         """Take up the versions of kubelet and runtime whenever the Node object shows new ones, for ever."""
         async for _ in node.changes.values():
             if node.value:
-                info = node.value.status.node_info
-                software = NodeSoftware(info.kubelet_version, info.container_runtime_version)
+                software = node.value.status.node_info
                 if software != self.software:
                     await self.update(software)
 

@@ -38,11 +38,7 @@ class SpecificationKeeper:
     """One per agent; `keep` and `run` are not called at the same time."""
 
     def __init__(
-        self,
-        folder: Path,
-        generator: Generator,
-        inventory: Cell[Snapshot],
-        held: Cell[Record | None],
+        self, folder: Path, generator: Generator, inventory: Cell[Snapshot], held: Cell[Record | None]
     ) -> None:
         """`held` says whose devices stay in the file although the machine has them no more."""
         self.devices: Cell[Devices] = Cell(Devices())

@@ -1,10 +1,10 @@
-"""All that keeps watch over the GPUs, built and started as one: memory, scanner, event loop."""
+"""Keeps the inventory true: opens NVML, waits for its events, looks at all GPUs every few seconds.
+
+For maintenance it closes NVML for a while.
+"""
 
 import time
-from collections.abc import Callable, Coroutine
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 import structlog
@@ -22,8 +22,6 @@ from agent.nvml.event_watch import EventWatch, WorkerThread
 from agent.nvml.port import EventKind, NvmlDriverMismatch, NvmlError, NvmlEvent, NvmlHung, NvmlPort
 from agent.settings import Settings
 
-# Keeps the inventory true: opens NVML, looks at all GPUs every few seconds, closes it for maintenance.
-
 log = structlog.get_logger()
 
 GATHER_SECONDS = 0.2
@@ -32,22 +30,32 @@ OPEN_RETRY_SECONDS = 2.0
 OPEN_DEADLINE_SECONDS = 30.0  # a cold driver without persistence mode initialises each GPU in turn
 
 
-class Scanner:
-    """The task that learns of GPUs by asking. `beside` runs for as long as NVML is open (the event loop)."""
+class GpuMonitor:
+    """Watches the GPUs: events of the driver, findings of probes, verdicts of earlier runs."""
 
     def __init__(
         self,
+        settings: Settings,
         nvml: NvmlPort,
-        thread: WorkerThread,
+        calls: WorkerThread,
         inventory: Inventory,
-        beside: Callable[[], Coroutine[Any, Any, None]],
-        seconds: float,
+        supervisor: Supervisor,
     ) -> None:
         self._nvml = nvml
-        self._thread = thread
+        self._calls = calls
         self._inventory = inventory
-        self._beside = beside
-        self._seconds = seconds
+        self._supervisor = supervisor
+        self._seconds = settings.health.probe_seconds
+        self.thread = WorkerThread("events")
+        self.events = EventWatch(nvml, self.thread, self._targets, self._seen, self._deliver)
+        kernel_log = settings.health.kernel_log
+        self.persistence = HealthPersistence(
+            inventory,
+            VerdictFile(Path(settings.host.state)),
+            Path(kernel_log) if kernel_log else None,
+            lambda: self.events.watched,
+            self._look_again,
+        )
         self._open = False
         self._unclosed = ""  # why NVML could not be closed last
         self._released_until: float | None = None
@@ -55,8 +63,24 @@ class Scanner:
         self._asked = anyio.Event()  # somebody asked for a look, for a release or for its end
         self._changed = anyio.Event()  # somebody changed what a GPU consists of
 
-    def release(self, until: float, why: str = "") -> None:
-        """Close NVML and have all IDs Unhealthy until that time, in seconds since boot; `why`: a sentence."""
+    async def start(self, group: TaskGroup) -> None:
+        """Remember first, then look: no GPU is healthy only because nobody asked yet."""
+        until = await self.persistence.restore()
+        if until is not None and until > boot_seconds():
+            self._release(until)
+        group.start_soon(self._supervisor.restarting, "scanner", self._scan)
+        group.start_soon(self._supervisor.restarting, "verdicts", self.persistence.run)
+
+    def close(self) -> None:
+        self.thread.close()
+        self.persistence.close()
+
+    def release(self, seconds: float, why: str = "") -> None:
+        """Close NVML for that long and have every ID Unhealthy meanwhile; `why` in a sentence."""
+        self._release(boot_seconds() + seconds, why)
+
+    def _release(self, until: float, why: str = "") -> None:
+        """`until`: in seconds since boot."""
         self._released_until = until
         self._maintenance = why or _maintenance(until)
         self._asked.set()
@@ -65,23 +89,41 @@ class Scanner:
         self._released_until = None
         self._asked.set()
 
-    def look_now(self) -> None:
-        """Look at once instead of after the usual pause."""
-        self._asked.set()
-
     def read_again(self) -> None:
-        """The same, and read what each GPU consists of."""
+        """Have what each GPU consists of read at once: its instances were changed."""
         self._changed.set()
         self._asked.set()
 
-    async def run(self) -> None:
+    def _targets(self) -> frozenset[str]:
+        return frozenset(state.uuid for state in self._inventory.snapshot.value.gpus if not state.health.away)
+
+    async def _seen(self) -> None:
+        cell = self._inventory.snapshot
+        await cell.wait_change(cell.version)
+
+    async def _deliver(self, event: NvmlEvent) -> None:
+        match event.kind:
+            case EventKind.XID:
+                fault = Fault(FaultKind.XID, event.data)
+            case EventKind.ECC_DOUBLE:
+                fault = Fault(FaultKind.ECC)
+            case EventKind.ECC_SINGLE:
+                return  # corrected: the counters have it
+        await self._inventory.mailbox.post(Accused(event.uuid, fault, boot_seconds(), event.instance))
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """After each fault, a harmless one too: the driver may say by now that it was not."""
+        self._asked.set()
+
+    async def _scan(self) -> None:
         """Scan for ever; raises FatalError when only a new process can help."""
         try:
             while True:
                 if self._released_until is not None:
                     await self._stay_released()
                 try:
-                    driver = await self._thread.run(self._nvml.open, deadline=OPEN_DEADLINE_SECONDS)
+                    driver = await self._calls.run(self._nvml.open, deadline=OPEN_DEADLINE_SECONDS)
                     self._open = True
                     await self._session(driver)
                 except NvmlDriverMismatch as error:
@@ -96,12 +138,12 @@ class Scanner:
                 await self._close()
 
     async def _session(self, driver: Driver) -> None:
-        """Look around until a release is asked for; then, or on failure, stop what runs beside and return."""
+        """Look around until a release is asked for; then, or on failure, end the wait for events."""
         failure: NvmlError | None = None
         async with anyio.create_task_group() as group:
-            group.start_soon(self._beside)
+            group.start_soon(self._supervisor.restarting, "nvml events", self.events.run)
             try:
-                await self._look_around(Prober(self._nvml, self._thread, driver))
+                await self._look_around(Prober(self._nvml, self._calls, driver))
             except NvmlError as error:
                 failure = error
             if self._released_until is not None:
@@ -137,7 +179,7 @@ class Scanner:
     async def _read_links(self, gpus: tuple[Gpu, ...]) -> None:
         reading = LinkReading(self._nvml, gpus)
         try:
-            topology = await self._thread.run(reading.run, progress=reading.got_on)
+            topology = await self._calls.run(reading.run, progress=reading.got_on)
         except NvmlHung as error:
             log.warning("links_unreadable", problem=str(error), consequence="GPUs are chosen by index")
             return
@@ -169,7 +211,7 @@ class Scanner:
         if not self._open:
             return
         try:
-            await self._thread.run(self._nvml.close)
+            await self._calls.run(self._nvml.close)
         except NvmlError as error:
             if self._unclosed != str(error):
                 log.warning("nvml_not_closed", problem=str(error))
@@ -181,80 +223,3 @@ class Scanner:
 def _maintenance(until: float) -> str:
     clock = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() + until - boot_seconds()))
     return f"NVML is released for maintenance until {clock} (gpu-node-agent release --end ends it)"
-
-
-class GpuMonitor:
-    """Watches the GPUs: events of the driver, findings of probes, verdicts of earlier runs."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        nvml: NvmlPort,
-        calls: WorkerThread,
-        inventory: Inventory,
-        supervisor: Supervisor,
-    ) -> None:
-        self._inventory = inventory
-        self._supervisor = supervisor
-        self.thread = WorkerThread("events")
-        self.events = EventWatch(nvml, self.thread, self._targets, self._changed, self._deliver)
-        kernel_log = settings.health.kernel_log
-        self.persistence = HealthPersistence(
-            inventory,
-            VerdictFile(Path(settings.host.state)),
-            Path(kernel_log) if kernel_log else None,
-            lambda: self.events.watched,
-            self._look_again,
-        )
-        self._scanner = Scanner(
-            nvml,
-            calls,
-            inventory,
-            partial(supervisor.restarting, "nvml events", self.events.run),
-            settings.health.probe_seconds,
-        )
-
-    async def start(self, group: TaskGroup) -> None:
-        """Remember first, then look: no GPU is healthy only because nobody asked yet."""
-        until = await self.persistence.restore()
-        if until is not None and until > boot_seconds():
-            self._scanner.release(until)
-        group.start_soon(self._supervisor.restarting, "scanner", self._scanner.run)
-        group.start_soon(self._supervisor.restarting, "verdicts", self.persistence.run)
-
-    def read_again(self) -> None:
-        """Have what each GPU consists of read at once: its instances were changed."""
-        self._scanner.read_again()
-
-    def release(self, seconds: float, why: str = "") -> None:
-        """Close NVML for that long and have every ID Unhealthy meanwhile; `why` in a sentence."""
-        self._scanner.release(boot_seconds() + seconds, why)
-
-    def end_release(self) -> None:
-        self._scanner.end_release()
-
-    def close(self) -> None:
-        self.thread.close()
-        self.persistence.close()
-
-    def _targets(self) -> frozenset[str]:
-        return frozenset(state.uuid for state in self._inventory.snapshot.value.gpus if not state.health.away)
-
-    async def _changed(self) -> None:
-        cell = self._inventory.snapshot
-        await cell.wait_change(cell.version)
-
-    async def _deliver(self, event: NvmlEvent) -> None:
-        match event.kind:
-            case EventKind.XID:
-                fault = Fault(FaultKind.XID, event.data)
-            case EventKind.ECC_DOUBLE:
-                fault = Fault(FaultKind.ECC)
-            case EventKind.ECC_SINGLE:
-                return  # corrected: the counters have it
-        await self._inventory.mailbox.post(Accused(event.uuid, fault, boot_seconds(), event.instance))
-        self._look_again()
-
-    def _look_again(self) -> None:
-        """After each fault, a harmless one too: the driver may say by now that it was not."""
-        self._scanner.look_now()

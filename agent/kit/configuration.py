@@ -39,11 +39,7 @@ class ConfigurationError(Exception):
 
 
 def load(
-    kind: type[S],
-    file: Path | None,
-    variables: Mapping[str, str],
-    flags: Sequence[str],
-    prefix: str = "",
+    kind: type[S], file: Path | None, variables: Mapping[str, str], flags: Sequence[str], prefix: str = ""
 ) -> S:
     """A `kind` from a YAML file, variables (`<prefix>KEY_PATH`) and `key.path=value` flags.
 

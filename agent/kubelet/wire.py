@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 from grpclib.encoding.base import CodecBase
 from h2.connection import H2Connection
+from hyperframe.frame import Frame
 
 from agent._proto import v1beta1
 from agent.kit.tasks import Cell
@@ -122,6 +123,9 @@ T_co = TypeVar("T_co", covariant=True)
 # A connection remembers why its last calls were closed, for frames of them that come late. By default
 # those are 65,536, which take 11 MiB for each connection of the agent's life.
 H2Connection.MAX_CLOSED_STREAMS = 1024
+# h2 describes each frame that it receives, all of its bytes in hexadecimal, for a logger that drops the text:
+# a third of the processor time of a long list.
+Frame.__repr__ = object.__repr__  # type: ignore[method-assign]
 
 
 class MalformedMessage(ValueError):

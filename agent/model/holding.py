@@ -9,7 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
-from agent.model.modes import MODE_OF_UNIT, REPLICA, SEPARATOR, BadDeviceId, Mode, ResourcePair, parse
+from agent.model.modes import MODE_OF_UNIT, REPLICA, SEPARATOR, BadDeviceId, Mode, ResourcePair, Unit, parse
 from agent.model.placement import FreeGpu
 from agent.model.pod import CORES, Demand, Pod
 from agent.model.resource_claim import ClaimedShare
@@ -104,6 +104,25 @@ class Holding:
         return {pair.core: share.cores, pair.memory: share.memory} if pair else {share.mode.resources[0]: 1}
 
     @cached_property
+    def amounts(self) -> Mapping[tuple[str, Unit], int]:
+        """How many units of each kind of each GPU its IDs are, without those that nobody can read.
+
+        Worked out once: holdings are the same objects in every record until somebody holds something else.
+        """
+        found: dict[tuple[str, Unit], int] = {}
+        for text in self.ids:
+            with suppress(BadDeviceId):
+                device = parse(text)
+                key = device.gpu, device.unit
+                found[key] = found.get(key, 0) + 1
+        return found
+
+    @cached_property
+    def readable(self) -> bool:
+        """Whether each of its IDs can be read."""
+        return sum(self.amounts.values()) == len(self.ids)
+
+    @cached_property
     def gpus(self) -> frozenset[str]:
         """The UUIDs with which its IDs begin."""
         if self.share:
@@ -164,13 +183,9 @@ class Record:
         for holding in self.holdings:
             if share := holding.share:
                 found.setdefault(share.gpu, {})[GpuHolder(share.mode, replica=False, holding=holding)] = None
-            # A container may hold hundreds of units: one of each kind and GPU is taken apart.
-            kinds = {text.rstrip("0123456789") if SEPARATOR in text else text: text for text in holding.ids}
-            for text in kinds.values():
-                with suppress(BadDeviceId):
-                    device = parse(text)
-                    holder = GpuHolder(MODE_OF_UNIT[device.unit], device.unit is REPLICA, holding)
-                    found.setdefault(self.parents.get(device.gpu, device.gpu), {})[holder] = None
+            for gpu, unit in holding.amounts:
+                holder = GpuHolder(MODE_OF_UNIT[unit], unit is REPLICA, holding)
+                found.setdefault(self.parents.get(gpu, gpu), {})[holder] = None
         return {gpu: list(holders) for gpu, holders in found.items()}
 
 

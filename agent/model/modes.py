@@ -123,10 +123,7 @@ class Mode(Enum):
         return self
 
     OFF = "off"  # by nobody
-    PGPU = (
-        "pgpu",
-        ModeRow(("nvidia.com/gpu", "nvidia.com/gpu.shared"), (WHOLE, REPLICA), slices=True),
-    )
+    PGPU = ("pgpu", ModeRow(("nvidia.com/gpu", "nvidia.com/gpu.shared"), (WHOLE, REPLICA), slices=True))
     VGPU = (
         "vgpu",
         ModeRow(

@@ -351,12 +351,7 @@ def order(
         return lambda gpu: (-gpu.cores, -gpu.blocks, gpu.index)
     if policy is PlacementPolicy.FRAGMENTATION:
         before = free_of(gpus)
-        return lambda gpu: (
-            _growth(gpu, gpu.after(demand), before, mix),
-            gpu.cores,
-            gpu.blocks,
-            gpu.index,
-        )
+        return lambda gpu: (_growth(gpu, gpu.after(demand), before, mix), gpu.cores, gpu.blocks, gpu.index)
     return lambda gpu: (gpu.cores, gpu.blocks, gpu.index)
 
 

@@ -172,17 +172,6 @@ class ResourceClaim(msgspec.Struct, frozen=True):
         return any(each.driver == DRIVER for each in self.status.devices)
 
 
-class ListMetadata(msgspec.Struct, frozen=True):
-    next_page: str = msgspec.field(default="", name="continue")
-
-
-class ClaimList(msgspec.Struct):
-    """A page of claims."""
-
-    metadata: ListMetadata = ListMetadata()
-    items: list[ResourceClaim] = msgspec.field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class AskedDevice:
     """A device that a claim has got of us, and for which of its requests."""

@@ -262,11 +262,7 @@ def plan(
 
 
 def decide(
-    snapshot: Snapshot,
-    desired: Desired,
-    standing: Desired | None,
-    wings: Wings = NO_WINGS,
-    lacks: str = "",
+    snapshot: Snapshot, desired: Desired, standing: Desired | None, wings: Wings = NO_WINGS, lacks: str = ""
 ) -> Plan:
     """The plan for a request; for one that cannot be obeyed that for `standing`, the last one that could.
 

@@ -248,10 +248,7 @@ class GpuWork:
     """All work of the node; GPUs do not wait for each other, and a set-up that nobody wants any more ends."""
 
     def __init__(
-        self,
-        wings: Wings,
-        state_of: Callable[[str], ModeState],
-        came: Callable[[str, Outcome], None],
+        self, wings: Wings, state_of: Callable[[str], ModeState], came: Callable[[str, Outcome], None]
     ) -> None:
         self._wings = wings
         self._state_of = state_of

@@ -17,7 +17,7 @@ from agent.kit.tasks import Cell
 from agent.kit.tasks import follow as follow_cells
 from agent.model.gpu import Gpu
 from agent.model.holding import GpuHolder, Growth, Place, Record, by_gpu
-from agent.model.modes import Assignment, GpuMode, UnitKind, parse
+from agent.model.modes import Assignment, GpuMode, UnitKind
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
 
 # Who holds how much of each GPU, as an annotation of the Node object: for `kubectl gpu`.
@@ -75,10 +75,9 @@ def _holders(holders: Sequence[GpuHolder], names: frozenset[str], uids: Uids) ->
         amount = amounts.setdefault(digest(uid) if uid else "", Counter())
         if share := holder.holding.share:
             amount.update({"cores": share.cores or 1, "blocks": share.memory})
-        for text in holder.holding.ids:
-            if text.partition("::")[0] in names:
-                kind = parse(text).unit.kind
-                amount["blocks" if kind is UnitKind.MEMORY else "cores"] += 1
+        for (gpu, unit), count in holder.holding.amounts.items():
+            if gpu in names:
+                amount["blocks" if unit.kind is UnitKind.MEMORY else "cores"] += count
     most = sorted(amounts, key=lambda key: (not key, key))
     for key in most[MOST_HOLDERS:]:
         if key:

@@ -32,6 +32,8 @@ DENIED_SECONDS, DENIED_LONGEST_SECONDS = 30.0, 600.0
 class ClusterPods(PodSource):
     """The node's pods from the watch, for pairing and for the record of who holds what."""
 
+    answers = True
+
     def __init__(self, cache: PodCache) -> None:
         self._cache = cache
         # UIDs of which the API server has said that they are over, ahead of the watch; the oldest first.

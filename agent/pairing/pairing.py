@@ -224,7 +224,14 @@ class Pairing:
         if facts.record is not None:
             self._take_in(facts.record, facts.pods)
             call = replace(call, leftover=facts.record.leftover)
-        reservation, hint_ignored = self.rules.reserve(self._state, call, asker)
+        try:
+            reservation, hint_ignored = self.rules.reserve(self._state, call, asker)
+        except PairRefused as refusal:
+            if facts.record is None or refusal.cause is not Cause.EXHAUSTED:
+                raise
+            # A kubelet that was away may know of ends that neither the watch nor the checkpoint shows yet.
+            self._take_in(await self._resolver.confirmed(facts.record), facts.pods)
+            reservation, hint_ignored = self.rules.reserve(self._state, call, asker)
         if hint_ignored:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
         return reservation
@@ -272,11 +279,17 @@ class Pairing:
 
     def _forget_late(self) -> None:
         now = min(self._clock(), self._serving_since)
+
+        def over(reservation: Reservation) -> bool:
+            # What was granted is held until a reading that began later says otherwise, whatever its age.
+            granted_at = reservation.expires - self.rules.reservation_seconds
+            return reservation.expires <= now and (not reservation.granted or granted_at <= self._read)
+
         for reservation in self.ledger.reservations:
-            if reservation.expires <= now and not reservation.complete:
+            if over(reservation) and not reservation.complete:
                 self.stats.expired += 1
                 log.info("promise_expired", container=str(reservation.holder), gpu=",".join(reservation.gpus))
-        self._become(self._state.without(lambda each: each.expires <= now))
+        self._become(self._state.without(over))
         if self._continuing.until <= now:
             self._continue_nowhere()
 

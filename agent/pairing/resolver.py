@@ -55,6 +55,8 @@ class PodsUnavailable(Exception):
 class PodSource:
     """Specs of the pods that are bound to this node. This one has no API server behind it."""
 
+    answers = False  # whether one that cannot be read now may be read in a moment
+
     def pods_on_node(self) -> Collection[Pod]:
         """The pods as last seen; never waits."""
         return ()
@@ -188,7 +190,8 @@ MISS_SECONDS = 1.0
 TRIES = 4
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.3
 # Kubelets before 1.34 go on listing a pod that was just rejected, which may look like one that asks until the
-# API server shows its end. A refusal ends a pod for good, and nothing but other pods waits meanwhile.
+# API server shows its end; and one that restarts answers a moment later. A refusal ends a pod for good, and
+# nothing but other pods waits meanwhile.
 DOUBT_SECONDS = 10.0
 # All pods of the node wait for that: so much at once in all calls together, and a tenth of the time for long.
 DOUBT_TOTAL_SECONDS = 30.0
@@ -274,8 +277,9 @@ class RequesterResolver:
                 facts = await self._fetched(facts, facts.record, over, member)
                 found = self._askers(member, size, facts, reservations)
             if len(found) == 1:
-                facts = await self._confirmed(facts, found[0], asked)
-                found = self._askers(member, size, facts, reservations)
+                before, facts = facts, await self._confirmed(facts, found[0], asked)
+                if facts is not before:
+                    found = self._askers(member, size, facts, reservations)
             found = [each for each in found if each.pod.uid not in refused] or found
             if len(found) > 1 and attempt >= TRIES and alone():
                 # One that was admitted while its resource was unknown may ask when its container starts, or
@@ -286,14 +290,19 @@ class RequesterResolver:
             if len(found) == 1 and known and not found[0].pod.ending:
                 return facts, found[0]
             # Equal pods are not the same: whose limits a container gets depends on who it is.
-            doubt = len(found) > 1 and known
+            doubt = self._source.answers if facts.unknown else len(found) > 1 and known
             now = anyio.current_time()
             if doubt:
                 self._doubt.spent, counted = self._doubt.spent + now - counted, now
             if now >= give_up or (attempt >= TRIES and not (doubt and now < doubt_ends)):
                 break
+            asked = {uid: fresh for uid, fresh in asked.items() if fresh}
             await anyio.sleep(pauses.next())
         raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
+
+    async def confirmed(self, record: Record) -> Record:
+        """The record after the API server was asked for holders that the kubelet does not list."""
+        return await self._record.confirm(record.holdings)
 
     def _askers(
         self, member: PairMember, size: int, facts: Facts, reservations: Collection[Reservation]

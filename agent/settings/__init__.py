@@ -329,9 +329,7 @@ class Settings(Section, frozen=True):
 
 
 def load(
-    file: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    flags: Sequence[str] = (),
+    file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Sequence[str] = ()
 ) -> Settings:
     """Settings from a YAML file, `GPU_NODE_AGENT_*` variables and `key.path=value` flags.
 

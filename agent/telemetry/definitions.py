@@ -56,7 +56,7 @@ GPU_UTILIZATION = _gauge(
     "gpu_utilization_ratio", _GPU, "Part of the last sample period in which a kernel ran."
 )
 GPU_MEMORY_UTILIZATION = _gauge(
-    "gpu_memory_utilization_ratio", _GPU, "The same for reads and writes of its memory."
+    "gpu_memory_utilization_ratio", _GPU, "Part of that period in which its memory was read or written."
 )
 GPU_MEMORY_USED = _gauge("gpu_memory_used_bytes", _GPU, "Memory in use.")
 GPU_MEMORY_TOTAL = _gauge("gpu_memory_total_bytes", _GPU, "Memory there is.")
@@ -217,7 +217,7 @@ LIMITED_CONTAINERS = _gauge(
 )
 GROWN_MEMORY = _gauge("grown_memory_bytes", _GPU, "Memory given by `resize`.")
 NAMESPACE_GROWN_MEMORY = _gauge(
-    "namespace_grown_memory_bytes", ("namespace",), "The same by namespace; quotas do not count it."
+    "namespace_grown_memory_bytes", ("namespace",), "Memory given by `resize`; quotas do not count it."
 )
 CONTAINERS_ABOVE_CAP = _gauge("containers_above_cap", (), "vGPU containers measured above their memory cap.")
 CONTAINERS_WITHOUT_LIBRARY = _gauge(

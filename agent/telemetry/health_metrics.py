@@ -94,10 +94,7 @@ def free_series(
                 mode,
                 [
                     _free(
-                        state,
-                        mode,
-                        held.get(state.uuid, ()),
-                        _clients(state, mode, snapshot, most_clients),
+                        state, mode, held.get(state.uuid, ()), _clients(state, mode, snapshot, most_clients)
                     )
                     for state, _ in offered
                 ],

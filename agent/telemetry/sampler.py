@@ -1,5 +1,6 @@
 """Reads the moving figures of every GPU that answers at a steady pace; scrapes read the last round."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -32,12 +33,13 @@ class Span:
 class Window:
     """Readings of one figure. It covers `seconds` and up to a twelfth more, since it forgets in steps."""
 
-    __slots__ = ("_buckets", "_seconds", "_width")
+    __slots__ = ("_buckets", "_closed", "_seconds", "_width")
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._width = seconds / BUCKETS
         self._buckets: deque[list[float]] = deque()  # start, sum, count, maximum
+        self._closed: tuple[float, float, float] | None = None  # sum, count and maximum of all but the newest
 
     def add(self, value: float, now: float) -> None:
         """One more reading, at `now` in seconds of any steady clock."""
@@ -45,6 +47,7 @@ class Window:
         buckets = self._buckets
         if not buckets or now - buckets[-1][0] >= self._width:
             buckets.append([now, value, 1, value])
+            self._closed = None
             return
         newest = buckets[-1]
         newest[1] += value
@@ -56,6 +59,7 @@ class Window:
         buckets = self._buckets
         while buckets and buckets[0][0] <= now - self._seconds - self._width:
             buckets.popleft()
+            self._closed = None
 
     @property
     def empty(self) -> bool:
@@ -65,9 +69,13 @@ class Window:
     @property
     def span(self) -> Span:
         """Mean and maximum. There must have been a reading."""
-        count = sum(bucket[2] for bucket in self._buckets)
-        mean = sum(bucket[1] for bucket in self._buckets) / count
-        return Span(mean, max(bucket[3] for bucket in self._buckets))
+        if self._closed is None:  # asked for in each round, for figures of all GPUs
+            older = list(self._buckets)[:-1]
+            most = max((bucket[3] for bucket in older), default=-math.inf)
+            self._closed = sum(bucket[1] for bucket in older), sum(bucket[2] for bucket in older), most
+        total, count, most = self._closed
+        _, newest, more, highest = self._buckets[-1]
+        return Span((total + newest) / (count + more), max(most, highest))
 
 
 # The work of a GPU's processes, round by round, from the samples that the driver keeps of busy ones.

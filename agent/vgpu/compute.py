@@ -464,9 +464,5 @@ def _report(about: About, annotation: str, value: str, problem: str) -> None:
         _reported.clear()
     _reported[key] = value
     log.warning(
-        "annotation_ignored",
-        pod=about.pod_key,
-        annotation=annotation,
-        value=value[:64],
-        problem=problem,
+        "annotation_ignored", pod=about.pod_key, annotation=annotation, value=value[:64], problem=problem
     )

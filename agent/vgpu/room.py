@@ -114,10 +114,7 @@ class Isolation:
         self.containers.publish(MappingProxyType(found))
         self.refusing = await anyio.to_thread.run_sync(self._keep_up, found, abandon_on_cancel=True)
         log.info(
-            "limits_in_use",
-            policy=self._policy.value,
-            library=self.libraries.build,
-            containers=len(found),
+            "limits_in_use", policy=self._policy.value, library=self.libraries.build, containers=len(found)
         )
 
     def close(self) -> None:
@@ -141,10 +138,7 @@ class Isolation:
                 raise
             if self.libraries.build:  # without one the start said so
                 log.warning(
-                    "library_not_shown",
-                    pod=request.pod_key,
-                    container=request.container,
-                    problem=str(error),
+                    "library_not_shown", pod=request.pod_key, container=request.container, problem=str(error)
                 )
         # The driver needs no library, but a folder that says what the container may have.
         with suppress(FolderUnusable):
@@ -323,10 +317,7 @@ class Isolation:
         if library and self.libraries.build is None:
             raise LibraryUnusable(self.libraries.problem or "")
         about = msgspec.structs.replace(
-            request,
-            policy=policy.value,
-            compute=self.computes and library,
-            layout=self.folders.newest,
+            request, policy=policy.value, compute=self.computes and library, layout=self.folders.newest
         )
         key = key_of(about.ids)
         async with self._turn:

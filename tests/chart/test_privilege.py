@@ -90,7 +90,10 @@ def test_privilege_comes_with_what_needs_it(
     assert pod.get("hostPID", False) is host_pid
 
 
-PRESETS = ("toolkit", "runtimeclass", "k3s", "operator", "aks", "gke", "openshift", "bottlerocket", "host")
+PRESETS = (
+    *("toolkit", "runtimeclass", "k3s", "operator", "aks", "gke", "openshift", "bottlerocket", "host"),
+    *("talos", "k0s", "microk8s"),
+)
 
 
 def test_what_each_preset_gives_for_measured_figures_is_written_down() -> None:

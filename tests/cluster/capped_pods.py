@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from agent.status.client import AgentUnreachable, ask
 from agent.vgpu import layout
+from agent.web.control import AgentUnreachable, ask
 from clib.build_library import cached
 from tests.cluster import manifests, toolkit
 from tests.cluster.api import Object

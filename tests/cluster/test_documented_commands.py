@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 from tests.chart.documented import ROOT, How, pieces
+from tests.cluster import manifests
 from tests.cluster.build.parts import BUSYBOX_IMAGE
 from tests.cluster.install_fixtures import (  # noqa: F401  fixtures
     audit,
@@ -18,6 +21,8 @@ from tests.cluster.installation import NAMESPACE, Installation
 from tests.cluster.rig import REPOSITORY
 from tests.cluster.waiting import NotYet, eventually
 
+HOUR = ROOT / "docs" / "first-hour.md"
+DEVELOPERS = ROOT / "docs" / "developers.md"
 LIMIT = 240
 """Seconds for the body of one test (see conftest.py)."""
 WAITS = {
@@ -80,11 +85,31 @@ def wait_in_force(site: Installation, mode: str) -> None:
     eventually(in_force, timeout=60, what=f"mode {mode} is in force", interval=0.2)
 
 
+def choose_the_generation(site: Installation) -> None:
+    """The affinity of docs/developers.md, by labels that the agent writes; a newer one keeps a pod away."""
+    (block,) = re.findall(r"^```yaml\n(affinity:\n.*?)^```", DEVELOPERS.read_text(), re.MULTILINE | re.DOTALL)
+    limits = manifests.container("main", limits={"nvidia.com/gpu": 1})
+    cluster = site.cluster
+    cluster.apply(manifests.pod("newer", limits, **yaml.safe_load(block)))
+    cluster.wait_pod("newer", timeout=60)
+    above = yaml.safe_load(block.replace('values: ["7"]', 'values: ["9"]'))  # the node's H200 are 9.0
+    cluster.apply(manifests.pod("newest", limits, **above))
+
+    def refused() -> None:
+        if not any("didn't match Pod's node affinity" in event for event in cluster.events("newest")):
+            raise NotYet(str(cluster.events("newest")))
+
+    eventually(refused, timeout=60, what="the scheduler refuses the node", interval=0.2)
+    for name in ("newer", "newest"):
+        cluster.delete("Pod", name, grace_seconds=0)
+
+
 def test_documented_commands_work(installation: Installation, tmp_path: Path) -> None:  # noqa: F811
     site = installation
     site.label("pgpu")
     site.install()
     site.ready_agent()
+    choose_the_generation(site)
     site.cluster.apply(WAITS)
     for name in ("tls.crt", "tls.key", "ca.crt"):
         (tmp_path / name).write_text("none")
@@ -103,7 +128,6 @@ def test_documented_commands_work(installation: Installation, tmp_path: Path) ->
     print(f"{len(found)} documented commands executed")
 
 
-HOUR = ROOT / "docs" / "first-hour.md"
 STEP = re.compile(r"^((?: {4}\S[^\n]*\n)+)\n```text\n(.*?)```", re.MULTILINE | re.DOTALL)
 
 

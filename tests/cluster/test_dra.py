@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agent.simulator.kubelet.pod_specs import PodClaim, PodSpec
-from agent.status.client import ask
 from agent.web.control import NAME as CONTROL_SOCKET
+from agent.web.control import ask
 from tests.chart import helm
 from tests.cluster import manifests
 from tests.cluster.api import ApiClient, ApiError, Object

@@ -15,10 +15,9 @@ import pytest
 from agent.check.host import HostFiles
 from agent.check.injection import own_specification
 from agent.check.kubelet import facts_of
-from agent.check.look import GOOD, NOT_SEEN, WRONG, NodeVerdict, verdict
 from agent.check.node_check import Observation, look
 from agent.cluster.node import ApiNode
-from agent.model.look import Look, Severity
+from agent.model.look import GOOD, NOT_SEEN, WRONG, Look, NodeVerdict, Severity, verdict
 from agent.settings import load
 from agent.simulator.nvml import SimulatedNvml
 from tests.cluster.bare_node import Bare, bare, images, thread

@@ -4,7 +4,7 @@ import anyio.to_thread
 import pytest
 
 from agent.simulator.kubelet.pod_specs import Phase, PodSpec
-from agent.status.client import ask
+from agent.web.control import ask
 from tests.component.embedded_rig import embedded_rig
 from tests.component.test_isolation import folders, mounts, reasons, serving, until
 from tests.scenarios import vgpu

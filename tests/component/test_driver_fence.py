@@ -8,8 +8,8 @@ import anyio.to_thread
 import pytest
 
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
-from agent.status.client import ask
 from agent.vgpu.limits import LIMIT_VARIABLE, REQUEST_VARIABLE
+from agent.web.control import ask
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.component.test_isolation import WAIT_SECONDS, folders, serving
 from tests.scenarios import vgpu

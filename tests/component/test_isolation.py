@@ -10,8 +10,8 @@ import pytest
 
 from agent.model.node_inventory import INVENTORY, decode
 from agent.simulator.kubelet.pod_specs import Phase, PodSpec
-from agent.status.client import ask
 from agent.vgpu import layout
+from agent.web.control import ask
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.pace import scaled
 from tests.scenarios import vgpu

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from agent.cluster.node import NodeInfo
 from agent.holdings.record import FILE_NAME, Checkpoint, CheckpointUnreadable, Evidence, View, join
-from agent.injection.inject import TOOLKIT_KIND, NodeSoftware, choose, toolkit_devices
+from agent.injection.inject import TOOLKIT_KIND, choose, toolkit_devices
 from agent.model.holding import Holding, Record
 from agent.settings import Settings
 from tests.fuzz.campaign import Campaign
@@ -85,7 +86,7 @@ SPECIFICATIONS = (
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_cdi_specifications(campaign: Campaign, tmp_path: Path) -> None:
     settings = Settings()
-    software = NodeSoftware("v1.36.3", "containerd://2.4.2")
+    software = NodeInfo("v1.36.3", "containerd://2.4.2")
     file = tmp_path / "nvidia.yaml"
 
     def act(data: bytes) -> str:
@@ -114,7 +115,7 @@ VERSIONS = (
 def test_versions_of_the_node(campaign: Campaign) -> None:
     def act(data: bytes) -> str:
         kubelet, _, runtime = data.decode(errors="replace").partition(" ")
-        chosen = choose(Settings(), NodeSoftware(kubelet, runtime), frozenset({"GPU-1"}))
+        chosen = choose(Settings(), NodeInfo(kubelet, runtime), frozenset({"GPU-1"}))
         return "cdi" if chosen.cdi else "no cdi"
 
     campaign.run(act, VERSIONS, (b"v", b".", b"://"))

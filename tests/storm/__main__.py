@@ -195,7 +195,7 @@ def _figures(summaries: list[Summary]) -> dict[str, figures.Figure]:
         "virtual_hours": round(sum(each.virtual_seconds for each in summaries) / 3600, 2),
         "faults": sum(each.faults for each in summaries),
         "invariants": sum(each.checks for each in summaries),
-        "excused_percent": max(offers, admissions),
+        "excused_percent": max(offers, refusals),
         "excused_percent_of_offers": offers,
         "excused_percent_of_admissions": admissions,
         "excused_percent_of_refusals": refusals,

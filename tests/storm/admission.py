@@ -35,6 +35,7 @@ NOT_LISTED = "no healthy devices present"  # the kubelet's words (`devicesToAllo
 NOT_READ = "are still held is not known"  # the agent's, of whole GPUs that were handed out (`plugins.pgpu`)
 
 STILL_HELD = "is held by another container, though the kubelet offers it"  # the agent's, of whole GPUs
+BY_THE_AGENT = "rpc error"  # the kubelet's words where a plugin has answered
 OUT_OF = "OutOf"  # begins the reason of the kubelet's own fit check, which counts what pods ask for
 
 Used = dict[str, Counter[Unit]]
@@ -72,7 +73,7 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
         now, late = anyio.current_time(), freed if NOT_LISTED in message else ()
         views += [_sum(entries, pod.uid) for since, entries in late if now - since <= OFFER_SECONDS]
         excuses.note()
-        judged = Judged(world, excuses, pod, unread=NOT_READ in message, kept=STILL_HELD in message)
+        judged = Judged(world, excuses, pod, message)
         looked_at = not (OTHERS in message or pod.deleting or pod.spec.static)
         looked_at &= not (reason.startswith(OUT_OF) and _runs_without(self, reason.removeprefix(OUT_OF)))
         if looked_at and _unexcused(excuses, judged, views):
@@ -102,19 +103,21 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
 class Judged:
     """A pod that was refused, and whether it would fit."""
 
-    def __init__(self, world: World, excuses: Excuses, pod: Pod, *, unread: bool, kept: bool) -> None:
-        """`unread`: the agent said that it could not read who holds the GPUs that were offered.
-
-        `kept`: that somebody holds one. Who ended while the kubelet was away does so by all that can be read,
-        until the API server answers when it is asked.
-        """
+    def __init__(self, world: World, excuses: Excuses, pod: Pod, message: str) -> None:
+        """`message`: why, in the kubelet's words and the agent's."""
         self._world = world
         self._excuses = excuses
         self._pod = pod
-        self._unread = unread
-        self._kept = kept
+        # It could not read who holds the GPUs that were offered.
+        self._unread = NOT_READ in message
+        # Somebody holds one: who ended while the kubelet was away does so by all that can be read, until the
+        # API server answers when it is asked.
+        self._kept = STILL_HELD in message
+        self._answered = BY_THE_AGENT in message
         agent = world.running
-        self._modes = {one.uuid: one.active.mode for one in agent.switcher.state.value.gpus} if agent else {}
+        # One that is closed, or a device of DRA, is nobody's to be given: `offers.py` looks if it should be.
+        offered = [one for one in agent.switcher.state.value.gpus if one.active.offered] if agent else []
+        self._modes = {one.uuid: one.active.mode for one in offered}
         self._wants = _needs(pod.spec)
         self._known = agent is not None and agent.cluster is not None and pod.api_uid in _pods_known(agent)
         self._grown = grown_units(agent)
@@ -137,7 +140,9 @@ class Judged:
         for pair, wanted in ((VGPU, Mode.VGPU), (MPS, Mode.MPS)):
             if {pair.core, pair.memory} & limits.keys():
                 # A pod of which the agent does not know has to be asked for, and so the API server.
-                if strict and (not self._known or self._forgotten(pair.core) or self._forgotten(pair.memory)):
+                if strict and not self._known and self._excuses.calls_fail():
+                    return False
+                if strict and (self._forgotten(pair.core) or self._forgotten(pair.memory)):
                     return False
                 if strict and (self._has_lost_equal(pair.core) or self._has_lost_equal(pair.memory)):
                     return False
@@ -147,7 +152,7 @@ class Judged:
 
     def _reached(self, uuid: str, mode: Mode) -> bool:
         excuses = self._excuses
-        if not excuses.applies(uuid) or excuses.of(uuid, mode) is not None:
+        if not excuses.applies(uuid) or excuses.of(uuid, mode, answered=self._answered) is not None:
             return True
         # Whole GPUs that were handed out before are handed out again by a reading alone.
         return (self._unread and excuses.records_are_away()) or (self._kept and excuses.calls_fail())

@@ -108,12 +108,15 @@ class Excuses:
                     self._last[each] = now
         self._last.update(dict.fromkeys(found, now))
 
-    def of(self, uuid: str, mode: Mode, lasts: float = 0.0) -> str | None:
-        """The cause that excuses what is wrong with this GPU, and has been so long; None: there is none."""
+    def of(self, uuid: str, mode: Mode, lasts: float = 0.0, *, answered: bool = False) -> str | None:
+        """The cause that excuses what is wrong with this GPU, and has been so long; None: there is none.
+
+        `answered`: the agent was asked, and asks for what a mute watch does not show.
+        """
         now, last = anyio.current_time(), self._last
         names = ["agent", "kubelet", f"stream {mode.value}", f"gpu {uuid}", f"mode {uuid}"]
         if mode is not Mode.PGPU:
-            names += SHARES
+            names += ("calls", "records") if answered else SHARES
         if mode is Mode.MPS:
             names.append(f"daemon {uuid}")
         for each in names:

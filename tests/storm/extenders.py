@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from agent.extender.app import Extender, running
 from agent.extender.handlers import FOLDER
+from agent.extender.pod_demand import RESOURCES
 from agent.extender.settings import ExtenderSettings, Lease, PlainHttp
 from agent.simulator.kubelet.api_server import Pod
 from agent.simulator.kubelet.http_api import HttpApi
@@ -26,6 +27,8 @@ from tests.storm.ordering import InOrder
 REPLICAS = 2
 TIMEOUT_SECONDS = 5.0  # kube-scheduler's DefaultExtenderTimeout (pkg/scheduler/extender.go)
 BACKOFF_SECONDS = (1.0, 10.0)  # its podInitialBackoffSeconds and podMaxBackoffSeconds
+# As `config/scheduler` has them: instances and claims are not among them.
+MANAGED = frozenset(RESOURCES)
 WRONG_REPLICA = 0.1  # how often a request reaches the replica that does not serve: endpoints are late
 
 
@@ -154,6 +157,8 @@ class Replicas:
 
     async def refuses(self, pod: Pod) -> str:
         """Filter."""
+        if not _is_managed(pod):
+            return ""
         body = {"Pod": self._http.pod_object(pod), "Nodes": None, "NodeNames": [self._node]}
         try:
             answer = await self._post("predicates", body)
@@ -166,6 +171,9 @@ class Replicas:
     async def bind(self, pod: Pod) -> None:
         """Bind."""
         spec = pod.spec
+        if not _is_managed(pod):
+            self._http._api.bind(pod)  # kube-scheduler does it itself
+            return
         body = {
             "PodName": spec.name,
             "PodNamespace": spec.namespace,
@@ -209,3 +217,8 @@ class Replicas:
 
         self._retries += 1
         self._group.start_soon(wait)
+
+
+def _is_managed(pod: Pod) -> bool:
+    """Whether kube-scheduler asks about a pod at all (its `IsInterested`): by `managedResources`."""
+    return not MANAGED.isdisjoint(pod.spec.resources)

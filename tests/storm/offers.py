@@ -33,7 +33,7 @@ class Offers:
         hanging = {uuid for _, uuid, _, _ in self._world.outliving.values()}  # nobody is to be offered those
         touched = {each.partition(SEPARATOR)[0] for each in held}
         for one in agent.switcher.state.value.gpus if agent else ():
-            uuid, mode = one.uuid, one.active.mode
+            uuid, mode = one.uuid, one.active.plugin_mode
             if mode is Mode.OFF or uuid in hanging or not self._excuses.applies(uuid):
                 continue
             missing = {each: self._since.get(each, now) for each in self._missing(uuid, mode, held, touched)}

@@ -12,6 +12,7 @@ from agent.simulator.mig_calls import MigCalls
 from agent.simulator.nvml import SimulatedNvml
 
 if TYPE_CHECKING:
+    from agent.inventory.snapshot import GpuState
     from agent.nvml.port import GpuInstance, MigProfile
     from tests.storm.world import World
 
@@ -19,6 +20,7 @@ PREFIX = "nvidia.com/mig-"
 # The inventory is read every 10 s, and what is gone stays listed, as Unhealthy.
 GONE_SECONDS = 15.0
 LEAVING_SECONDS = 2.0
+SERVED_SECONDS = 5.0  # by then an agent and a kubelet that have just started serve each other
 STARTED_SECONDS = 45.0  # an agent that has just started, NVML or a kubelet that works again
 CALM_SECONDS = 400.0  # a step that failed again and again is tried every five minutes
 
@@ -46,32 +48,40 @@ class Parts:
         now, life, agent = anyio.current_time(), world.kubelet._life, world.running
         if life is None or agent is None or world.current is None or world.nvml_faults or world.lost:
             self._well = now
-        began = world.current.began if world.current else now
-        quiet = max(self._well, world.nvml_well, world.kubelet_began, began)
-        if now - quiet < STARTED_SECONDS or life is None or agent is None:
+        if life is None or agent is None or world.current is None:
             self._since.clear()
             return None
-        there = {
-            each.uuid.decode(): PREFIX + each.profile.decode().replace("+", ".")
-            for slot in world.machine.slots
-            for each in world.machine.gpu(slot).instances
-            if each.used
-        }
-        leaving = agent.wings[Mode.MIG]._layouts.leaving  # type: ignore[attr-defined]
+        began = max(world.kubelet_began, world.current.began)
         offered = {
             (uuid, resource)
             for resource, healthy in life.devices.tables.healthy.items()
             if resource.startswith(PREFIX)
             for uuid in healthy
         }
-        problems = {uuid: GONE_SECONDS for uuid, resource in offered if there.get(uuid) != resource}
-        problems |= {uuid: LEAVING_SECONDS for uuid, _ in offered if uuid in leaving and uuid not in problems}
+        leaving = agent.wings[Mode.MIG]._layouts.leaving  # type: ignore[attr-defined]
+        problems: dict[str, float] = {}
+        if now - max(self._well, world.nvml_well, began) >= STARTED_SECONDS:
+            there = _there(world)
+            problems |= {uuid: GONE_SECONDS for uuid, resource in offered if there.get(uuid) != resource}
+        if now - began >= SERVED_SECONDS:
+            # What the agent has decided is on its lists at once, whatever the driver says.
+            problems |= {uuid: LEAVING_SECONDS for uuid, _ in offered if uuid in leaving}
         self._since = {uuid: self._since.get(uuid, now) for uuid in problems}
         for uuid, seconds in problems.items():
             if (lasts := now - self._since[uuid]) > seconds:
                 what = "is to be destroyed" if uuid in leaving else "is not there"
                 return f"{uuid} has been offered for {lasts:.0f} s, and {what}"
         return None
+
+
+def _there(world: "World") -> dict[str, str]:
+    """The resource of each instance that the driver has."""
+    return {
+        each.uuid.decode(): PREFIX + each.profile.decode().replace("+", ".")
+        for slot in world.machine.slots
+        for each in world.machine.gpu(slot).instances
+        if each.used
+    }
 
 
 def held(world: "World") -> dict[str, str]:
@@ -122,7 +132,10 @@ def observe(world: "World") -> Callable[[], None]:
 
 
 async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int) -> str | None:
-    """Once others have let go of a GPU it gets its layout, and a pod runs on each kind; why not, in words."""
+    """Once others have let go of a GPU it gets its layout, and a pod runs on each kind; why not, in words.
+
+    It leaves MIG mode then.
+    """
     for uuid in tuple(world.parts.others):
         world.machine.destroy_instance(slot, uuid)
         world.parts.went(uuid)
@@ -133,8 +146,18 @@ async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int)
     agent = world.running
     states = agent.core.inventory.snapshot.value.by_uuid if agent else {}
     state = states.get(world.machine.uuid(slot))
-    if state is None or not state.healthy:
-        return None  # a GPU that is not well is brought to nothing
+    # One that is not well is brought to nothing.
+    if state is not None and state.healthy and (problem := await _stands(world, state, there, layout, word)):
+        return problem
+    world.label("disable")
+    await anyio.sleep(30)
+    world.machine.set_mig(slot, enabled=False)
+    return None
+
+
+async def _stands(
+    world: "World", state: "GpuState", there: list[tuple[str, bool]], layout: tuple[str, ...], word: str
+) -> str | None:
     if there != sorted((each, False) for each in layout):
         return f"layout {word} asks for {', '.join(layout)}, and the GPU has {there}"
     for profile in sorted(set(layout)):
@@ -145,9 +168,6 @@ async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int)
             return f"there are {count} of {resource}, {sick} of them not well, and the kubelet knows {known}"
         if known and (problem := await _runs(world, f"part-{profile}", resource)):
             return problem
-    world.label("disable")
-    await anyio.sleep(30)
-    world.machine.set_mig(slot, enabled=False)
     return None
 
 

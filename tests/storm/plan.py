@@ -6,6 +6,7 @@ each by its name and its number, by which it makes its own choices.
 
 import random
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -63,11 +64,15 @@ def planned(
         steps //= FEWER[tempo]
     rng = random.Random(seed)
     shape = Shape.of(rng, seed)
+    if wanted is None and shape.claims:
+        shape = replace(shape, mps=True)  # their shares are
     # One in four has no fault at all: then no pod that fits may be refused.
     chosen = [] if rng.random() < 0.25 else [family for family in families(shape) if rng.random() < 0.4]
     if chosen:
         later = random.Random(f"later families of {seed}")
-        chosen += [family for family in later_families(shape) if later.random() < 0.4]
+        chosen += [
+            family for family in later_families(shape) if later.random() < 0.4 and family is not CLAIMS
+        ]
     if wanted is not None:
         shape = Shape(
             mps=shape.mps or not wanted.isdisjoint(("mps daemons", "mps clients", CLAIMS.name)),

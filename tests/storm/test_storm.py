@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from tests.storm import figures
-from tests.storm.acts import families, later_families
+from tests.storm.acts import CLAIMS, families, later_families
 from tests.storm.memory import _size
-from tests.storm.mutants import CLAIM_FAULTS
+from tests.storm.mutants import CLAIM_FAULTS, INSTANCES
 from tests.storm.plan import SEEDS, planned, read
 from tests.storm.tempo import SPARSE
 from tests.storm.world import Shape
@@ -71,7 +71,7 @@ def test_fixed_storms_find_nothing(seconds: float, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seconds", [5.0, pytest.param(60.0, marks=pytest.mark.long)])
 def test_fixed_storms_with_claims_find_nothing(seconds: float, tmp_path: Path) -> None:
-    """No seed draws claims: what other storms are would change."""
+    """More claims, and more faults of them, than seeds draw by themselves."""
     limits = ("--steps", "800", "--seconds", str(seconds), "--no-shrink", "--tempo", "dense", "--jobs", "2")
     code, said, found = _storms(tmp_path / "report", "--only", WITH_CLAIMS, "--faults", CLAIM_FAULTS, *limits)
     print(json.dumps(figures.add(**{key: found[key] for key in KEYS})))
@@ -85,21 +85,29 @@ def test_fixed_storms_have_faults_of_every_family() -> None:
     assert {tempo: tuple(plans[seed].tempo for seed in seeds) for tempo, seeds in FIXED.items()} == {
         tempo: (tempo,) * len(seeds) for tempo, seeds in FIXED.items()
     }
-    everything = Shape(mps=True, resize=True, extender=True)  # those with instances have a test of their own
-    known = {family.name for family in (*families(everything), *later_families(everything))}
+    # Those with instances have a test of their own.
+    everything = Shape(mps=True, resize=True, extender=True, claims=True)
+    known = {family.name for family in (*families(everything), *later_families(everything))} - {CLAIMS.name}
     for part in (plans.values(), [plan for plan in plans.values() if plan.tempo != SPARSE]):
         assert {name for plan in part for name in plan.families} == known
     assert not all(plan.families for plan in plans.values())  # some have no faults
     dense = [plan for plan in plans.values() if plan.tempo == "dense"]
     for each in (lambda plan: plan.sockets, lambda plan: plan.shape.mps, lambda plan: plan.shape.resize):
         assert 0 < sum(map(each, dense)) < len(dense)
-    assert 0 < sum(plan.shape.extender for plan in dense) < len(dense)
+    for each in (lambda plan: plan.shape.extender, lambda plan: plan.shape.claims):
+        assert 0 < sum(map(each, dense)) < len(dense)
 
 
 @pytest.mark.timeout(300)
-def test_storms_with_instances_find_nothing(tmp_path: Path) -> None:
-    faults = "instances,instance faults,gpus,labels,agent killed"
-    arguments = ("--seed", "3", "--seeds", "1", "--steps", "150", "--tempo", "dense", "--no-shrink")
+@pytest.mark.parametrize(
+    ("seed", "faults"),
+    [
+        (3, "instances,instance faults,gpus,labels,agent killed"),
+        *sorted({(each.seed, each.faults) for each in INSTANCES.values()}),  # it finds each of these mutants
+    ],
+)
+def test_storms_with_instances_find_nothing(seed: int, faults: str, tmp_path: Path) -> None:
+    arguments = ("--seed", str(seed), "--steps", "150", "--tempo", "dense", "--no-shrink")
     code, said, found = _storms(tmp_path / "report", *arguments, "--faults", faults)
     assert code == 0, said[-12_000:]
     assert found["failures"] == 0

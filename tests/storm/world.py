@@ -83,15 +83,18 @@ class Shape:
     resize: bool = False  # limits of vGPU containers are followed, and may be changed while they run
     extender: bool = False  # kube-scheduler asks one, of which there are two replicas
     mig: bool = False  # a GPU is in MIG mode, and layouts name its instances
-    claims: bool = False  # GPUs may be devices of DRA; of storms that ask for it alone
+    claims: bool = False  # GPUs may be devices of DRA
 
     @classmethod
     def of(cls, rng: random.Random, seed: int) -> "Shape":
         """A shape that the seed chose."""
         # By a draw of its own: storms without an extender are what they were before there was one.
         extender = random.Random(f"extender of {seed}").random() < 0.3
-        mig = not extender and random.Random(f"parts for {seed}").random() < 0.12
-        return cls(mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender, mig=mig)
+        mig = random.Random(f"parts for {seed}").random() < 0.12
+        claims = random.Random(f"DRA for {seed}").random() < 0.12
+        return cls(
+            mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender, mig=mig, claims=claims
+        )
 
 
 class World:
@@ -332,7 +335,10 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
     program.touch(mode=0o755)
     (folder / "bin" / LIBRARY).write_bytes(ELF)  # nobody loads it
     if shape.claims:
-        _write_specification(folder / "cdi", [machine.uuid(slot) for slot in range(SPARE + 1)])
+        uuids = [machine.uuid(slot) for slot in range(SPARE + 1)]
+        # NVIDIA's toolkit writes it again where instances come: here it names all that there may be.
+        parts = [f"MIG-{uuids[PARTED][4:-2]}{number:02x}" for number in range(16)] if shape.mig else []
+        _write_specification(folder / "cdi", uuids + parts)
     async with anyio.create_task_group() as group:
         made = World(folder, machine, group, seed, shape)
         if shape.claims:

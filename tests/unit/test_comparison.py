@@ -43,7 +43,21 @@ CLAIMS = (
     *("PaddlePaddle needs `FLAGS_allocator_strategy", "`paddle.utils.run_check()`"),
     *("vLLM's `validate_environment`", "Driver and toolkit by `lspci`", "MPI jobs on one GPU"),
     *("kube-scheduler's file, `v1beta2`", "Installed from the console's catalog"),
-    *("Root, CAP_SYS_MODULE", "Three DaemonSets"),
+    *("Root, CAP_SYS_MODULE", "Three DaemonSets", "Kubernetes 1.25, driver, toolkit", "Whole cards by 100"),
+    *(
+        "MPS from Volta",
+        "Guaranteed units",
+        "Time slices",
+        "Results by `allocatable`",
+        "Health from `nvidia-smi`",
+    ),
+    *("Driver not older", "CUDA version of an image", "Compute capabilities", "CUDA's errors"),
+    *(
+        "Custom devices by `cf-crl-*`",
+        "Dashboards by node and pod",
+        "Bills, quotas",
+        "Alert `GPUAllocConflict`",
+    ),
 )
 
 

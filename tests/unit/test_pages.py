@@ -14,6 +14,9 @@ from agent.extender.app import PLAIN_LIMITS, TLS_LIMITS
 from agent.extender.settings import ExtenderSettings
 from agent.model.cuda import CLIENT_CEILINGS
 from agent.model.modes import Mode
+from agent.modes.desired import LONGEST_SETTLING_SECONDS, SPACING_SECONDS
+from agent.modes.planner import FIRST_SECONDS, LONGEST_SECONDS
+from agent.modes.switcher import RETRY_LOOK_SECONDS
 from agent.mps.connections import HOST_SECONDS
 from agent.mps.daemon_logs import LARGE_BYTES
 from agent.mps.shared_memory import LOG_BYTES
@@ -29,6 +32,7 @@ VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 AGENT, EXTENDER = Settings(), ExtenderSettings()
 NEWER, OLDER, _ = (most for _, _, most in CLIENT_CEILINGS)  # clients of MPS, by driver
 PLAIN = ConnectionLimits()
+SPOKEN = {1.0: "a second", 1800.0: "half an hour"}
 BLOCK = Mode.VGPU.row.pair.block_bytes >> 20 if Mode.VGPU.row.pair else 0
 
 
@@ -63,6 +67,7 @@ FACTS: dict[str, tuple[str, ...]] = {
         f"every client that reaches port {AGENT.http.port}",
         f"{mib(MOST_OF_FEW)} MiB at most; half of a cap",
         # The policies guard what they guard in the chart.
+        "of the node's pods the chosen GPUs, `gpu-node-agent.io/limits` and",
         "`tencent.com/predicate-*`, `tencent.com/gpu-assigned` and `gpu-node-agent.io/limits` are written",
     ),
     "docs/names.md": (f"{AGENT.http.port}; {EXTENDER.http.port}; 9447", "its HTTPS port 3457"),
@@ -97,8 +102,16 @@ FACTS: dict[str, tuple[str, ...]] = {
             f"{VALUES['terminationGracePeriodSeconds']})"
         ),
         f"| `{AGENT.when_busy}` (default) | idle GPUs switch at once",
+        f"within {SPOKEN[SPACING_SECONDS]} waits until it is stable ({LONGEST_SETTLING_SECONDS:g} s at most)",
+        (
+            f"the next try is after {FIRST_SECONDS:g} s at first, then up to {SPOKEN[LONGEST_SECONDS]}, "
+            f"within {RETRY_LOOK_SECONDS:g} s when a possible cause changed"
+        ),
     ),
-    "docs/decisions.md": (f"{mib(MOST_OF_FEW)} MiB until three have spoken",),
+    "docs/decisions.md": (
+        f"{mib(MOST_OF_FEW)} MiB until three have spoken",
+        f"**Failed set-ups back off together**, {FIRST_SECONDS:g} s to {SPOKEN[LONGEST_SECONDS]}",
+    ),
     "docs/health.md": (f"(every {AGENT.health.probe_seconds:g} s, `config.health.probeSeconds`",),
     "docs/injection.md": ("(1.29) and runtime (containerd 2.0, CRI-O 1.23) support CDI",),
 }
@@ -181,3 +194,18 @@ def test_mps_is_for_nobody_who_is_not_trusted() -> None:
     assert "Neither isolates tenants who [do not trust each other]" in text("docs/developers.md")
     assert "Keep tenants who do not trust each other on GPUs of their own" in text("SECURITY.md")
     assert "**MPS is for pods that trust each other**; give others GPUs of their own." in text("docs/mps.md")
+
+
+def test_the_readme_takes_as_long_as_contributing_says() -> None:
+    """`make demo` and `make test`: their durations stand on both pages."""
+    took = dict(
+        re.findall(
+            r"^\| `make (demo|test)` \| .+ \| ([^|]+) \|$",
+            (ROOT / "CONTRIBUTING.md").read_text(),
+            re.MULTILINE,
+        )
+    )
+    assert took["demo"] == "20 s"
+    assert "simulated 8-GPU machine, twenty seconds" in text("README.md")
+    assert int(took["test"].removesuffix(" min")) <= 10
+    assert "all that needs no cluster; under ten minutes" in text("README.md")

@@ -45,3 +45,9 @@ def test_every_threat_names_tests_that_exist() -> None:
         named = re.findall(r"`(test_\w+)`", row[3])
         assert named, f"no test stands against: {row[0]}, {row[1]}"
         assert set(named) <= defined, set(named) - defined
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    """Outside of these two tables, too: of the image, of stolen tokens."""
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "security.md").read_text()))
+    assert named <= _defined(), named - _defined()

@@ -13,8 +13,8 @@ import anyio.to_thread
 from agent.model.modes import SHARES
 from agent.modes.withholding import ANNOTATION as CORDON
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
-from agent.status.client import ask
 from agent.web.control import NAME as CONTROL_SOCKET
+from agent.web.control import ask
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Taken, measurement, percentile
 from tests.cluster.api import ApiClient, Object

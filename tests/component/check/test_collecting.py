@@ -6,7 +6,7 @@ import pytest
 
 from agent.check import collecting
 from agent.check.collecting import collect
-from agent.check.look import GOOD, NOT_SEEN, WRONG
+from agent.model.look import GOOD, NOT_SEEN, WRONG
 from tests.component.cluster.scripted import serving
 from tests.component.cluster.server import Answer, objects, page
 

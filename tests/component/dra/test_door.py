@@ -15,8 +15,7 @@ from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.resource_claim import DRIVER, WORDS, device_name
 from agent.simulator.kubelet import Pod
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodClaim, PodSpec
-from agent.status.client import ask
-from agent.web.control import NAME
+from agent.web.control import NAME, ask
 from tests.component.embedded_rig import QUICK, EmbeddedRig, embedded_rig
 from tests.pace import scaled
 from tests.scenarios.agent_face import metric

@@ -11,7 +11,7 @@ import pytest
 
 from agent.model.modes import SHARES, WHOLE_GPUS
 from agent.simulator.kubelet.pod_specs import Phase
-from agent.status.client import AgentUnreachable
+from agent.web.control import AgentUnreachable
 from tests.component.dra.test_door import (
     asking,
     dra_node,

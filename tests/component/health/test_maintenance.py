@@ -17,9 +17,9 @@ from agent.model.gpu import Driver
 from agent.model.health import HealthState
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
-from agent.status import client
 from agent.status.commands import Commands
 from agent.status.report import StatusSources
+from agent.web import control
 from agent.web.control import ControlServer
 from tests.component.health.bench import watching
 
@@ -96,7 +96,7 @@ async def commanded(nvml: Counted, folder: Path) -> AsyncIterator[Callable[..., 
         Commands(cast("StatusSources", sources)).add_to(server)
 
         async def ask(command: str, **arguments: object) -> Any:
-            call = partial(client.ask, server.path, command, deadline=client.RELEASE_SECONDS, **arguments)
+            call = partial(control.ask, server.path, command, deadline=control.RELEASE_SECONDS, **arguments)
             return await anyio.to_thread.run_sync(call)
 
         async with anyio.create_task_group() as group:
@@ -118,7 +118,7 @@ async def test_release_answers_after_the_close(tmp_path: Path) -> None:
         assert nvml.is_open()
         machine.clear_faults()
         hang = machine.hang("nvmlShutdown")
-        with pytest.raises(client.AgentRefused, match=r"NVML cannot be closed: NVML close did not answer"):
+        with pytest.raises(control.AgentRefused, match=r"NVML cannot be closed: NVML close did not answer"):
             await ask("release", seconds=60)
         assert nvml.is_open()
         hang.release()  # the call comes back: the next call learns that NVML is closed

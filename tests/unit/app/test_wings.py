@@ -6,7 +6,7 @@ from pathlib import Path
 
 import agent
 from agent.app.wings import WINGS
-from agent.injection.inject import NodeSoftware
+from agent.cluster.node import NodeInfo
 from agent.model.modes import OFFERED_MODES, Mode
 from agent.modes.wing import Wing
 from agent.settings import ClusterSettings, HostSettings, Kubelet, Settings
@@ -67,5 +67,5 @@ async def test_each_wing_brings_its_resources(tmp_path: Path) -> None:
         # Only modes of amounts say whether they are enforced.
         assert (wing.enforced() is not None) is (mode.row.pair is not None)
     assert wings[Mode.MPS].enforced() == "no"  # nobody knows the runtime
-    node.injector.software = NodeSoftware("v1.34.0", "containerd://2.1.0")
+    node.injector.software = NodeInfo("v1.34.0", "containerd://2.1.0")
     assert wings[Mode.MPS].enforced() == "yes"

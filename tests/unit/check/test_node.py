@@ -13,19 +13,18 @@ from agent.check.claims import ClaimSupport, claim_support
 from agent.check.host import HostFiles
 from agent.check.injection import Own, own_specification
 from agent.check.kubelet import CheckedNode
-from agent.check.look import GOOD, NOT_SEEN, WRONG, verdict
 from agent.check.node_check import Observation, look
 from agent.cli.main import main
-from agent.injection.inject import NodeSoftware
+from agent.cluster.node import NodeInfo
 from agent.injection.toolkit import FILE, KIND, Devices
-from agent.model.look import Look, Severity
+from agent.model.look import GOOD, NOT_SEEN, WRONG, Look, Severity, verdict
 from agent.settings import Settings, load
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
 from tests.unit.check.conftest import CONTAINERD, written
 
-GOOD_NODE = CheckedNode(NodeSoftware("v1.36.3", "containerd://2.4.2"))
-WITHOUT_CDI = CheckedNode(NodeSoftware("v1.36.3", "containerd://1.7.27"))
+GOOD_NODE = CheckedNode(NodeInfo("v1.36.3", "containerd://2.4.2"))
+WITHOUT_CDI = CheckedNode(NodeInfo("v1.36.3", "containerd://1.7.27"))
 NOTHING_MADE = Own(wanted=True, devices=Devices(problem="nvidia-ctk is missing"))
 UNSEEN = "the API server cannot be reached"
 
@@ -96,7 +95,7 @@ def test_without_any_specification_runtime_and_toolkit_are_needed(node: Node, wa
 
 
 def test_old_versions_are_found(node: Node) -> None:
-    node.facts = CheckedNode(NodeSoftware("v1.24.17", "containerd://1.6.20"))
+    node.facts = CheckedNode(NodeInfo("v1.24.17", "containerd://1.6.20"))
     assert "1.25" in node.faults()["kubelet"]
     assert node.grades()["CDI"] is Severity.WARNING
 

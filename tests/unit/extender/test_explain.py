@@ -1,9 +1,9 @@
 """How much of a large cluster `explain` holds at a time."""
 
 import json
-from typing import Any, cast
+from typing import Any
 
-from agent.cluster.api import KubeApi
+from agent.cluster.api import KubeApi, Query
 from agent.extender.explain import explain
 from agent.model.modes import Mode
 from agent.model.node_inventory import INVENTORY, GpuEntry, NodeInventory, encode
@@ -38,14 +38,15 @@ def pod(number: int, bound: bool = True) -> dict[str, Any]:
     }
 
 
-class LargeCluster:
+class LargeCluster(KubeApi):
     """Answers as an API server: all of a list at once, unless a limit is asked for."""
 
     def __init__(self) -> None:
+        super().__init__(None, None)
         self.largest = 0
         self.calls = 0
 
-    async def get(self, path: str, query: dict[str, str] | None = None, deadline: float = 0.0) -> bytes:
+    async def get(self, path: str, query: Query = None, deadline: float = 0.0) -> bytes:
         if path.endswith("/pods/waits"):
             return json.dumps(pod(PODS, bound=False)).encode()
         kind, count = (node, NODES) if path == "/api/v1/nodes" else (pod, PODS)
@@ -62,7 +63,7 @@ class LargeCluster:
 
 async def test_explain_of_20000_pods_is_bounded() -> None:
     cluster = LargeCluster()
-    lines = await explain(cast("KubeApi", cluster), "ns", "waits")
+    lines = await explain(cluster, "ns", "waits")
     assert cluster.largest < BYTES
     # And it has seen them all: each GPU of each node has five pods of 40 cores, more than it can hold.
     assert lines[1] == f"it fits on none of {NODES} nodes:"

@@ -11,7 +11,7 @@ from agent.holdings.holdings import HoldingsWatch, strangers_by_gpu
 from agent.holdings.record import Entries
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.holding import Holding, Record
-from agent.model.modes import Mode
+from agent.model.modes import DeviceId, Mode, parse
 from tests.component.kubelet_room.parts import eventually
 from tests.virtual_time import in_virtual_time
 
@@ -91,6 +91,23 @@ def test_ids_that_nobody_can_read_are_of_the_gpu_that_they_name(
     held = _held("mlx5_0", text, resource=resource)
     expected = {gpu: (held, text)} if gpu else {}
     assert strangers_by_gpu(_listed(held), {0: A, 1: B}) == expected
+
+
+def test_ids_are_taken_apart_once_while_their_holding_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pod's end makes another record, of which a node with fractions has thousands of IDs."""
+    taken: list[str] = []
+
+    def counted(text: str) -> DeviceId:
+        taken.append(text)
+        return parse(text)
+
+    for module in ("agent.model.holding", "agent.holdings.holdings"):
+        monkeypatch.setattr(f"{module}.parse", counted)
+    held = _held(*(f"{A}::c{n}" for n in range(3)), resource="tencent.com/vcuda-core")
+    for record in (_listed(held), _listed(held, _held(B, resource="other"))):
+        assert strangers_by_gpu(record, {0: A, 1: B}) == {}
+        assert A in record.by_gpu
+    assert taken == [*held.ids, B]
 
 
 class Lister:

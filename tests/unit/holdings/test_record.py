@@ -236,6 +236,22 @@ async def test_entries_of_a_pod_that_is_gone_are_not_the_next_ones(node: Node) -
     assert await node.held() == {("train-1", "main", A)}
 
 
+async def test_an_ended_pods_units_do_not_name_it_after_the_next_which_the_watch_has_not_shown(
+    node: Node,
+) -> None:
+    """Storm 90012: what else the first had held counted as the next one's; a wrong container was served."""
+    node.know("u", "train-0")
+    node.kubelet.pods = {"train-0": {"main": A, "side": B}}
+    node.kubelet.records(("u", "main", A), ("u", "side", B))
+    await node.held()
+    node.know("u", "train-0", finished=True)
+    node.kubelet.pods = {"train-1": {"main": "", "side": ""}}
+    assert await node.held() == set()
+    del node.pods["u"]  # and the file still names it
+    node.kubelet.pods = {"train-1": {"main": A, "side": ""}}
+    assert await node.held() == {("train-1", "main", A)}
+
+
 @pytest.mark.parametrize("times", [1, 9])
 async def test_kubelet_restarts_during_a_reading(node: Node, times: int) -> None:
     """Between its answer and the look at whose socket it is: the answer is of the one before."""

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from agent.injection.inject import Injector, NodeSoftware, choose, toolkit_devices
+from agent.cluster.node import NodeInfo
+from agent.injection.inject import Injector, choose, toolkit_devices
 from agent.injection.toolkit import Devices
 from agent.kit.tasks import Cell
 from agent.kubelet.wire import Allocation, DeviceNode, Mount
 from agent.model.gpu import Gpu
 from agent.settings import DriverFiles, HostSettings, Injection, Settings, Simulator
 
-NEW = NodeSoftware("v1.36.3", "containerd://2.4.2")
+NEW = NodeInfo("v1.36.3", "containerd://2.4.2")
 NAMED = frozenset({"GPU-a", "0", "all"})
 
 
@@ -43,7 +44,7 @@ def _auto() -> Settings:
     ],
 )
 def test_auto_takes_cdi_only_where_kubelet_and_runtime_do_it(kubelet: str, runtime: str, cdi: bool) -> None:
-    choice = choose(_auto(), NodeSoftware(kubelet, runtime), NAMED)
+    choice = choose(_auto(), NodeInfo(kubelet, runtime), NAMED)
     assert choice.cdi is cdi
     assert choice.reason
 
@@ -56,7 +57,7 @@ def test_auto_takes_cdi_only_where_kubelet_and_runtime_do_it(kubelet: str, runti
         (None, NAMED, "versions of kubelet and container runtime are not known"),
     ],
 )
-def test_auto_says_what_is_missing(software: NodeSoftware | None, names: frozenset[str], reason: str) -> None:
+def test_auto_says_what_is_missing(software: NodeInfo | None, names: frozenset[str], reason: str) -> None:
     choice = choose(_auto(), software, names)
     assert not choice.cdi
     assert reason in choice.reason
@@ -185,7 +186,7 @@ def test_kinds_are_not_mixed_where_our_own_lacks_a_gpu() -> None:
 
 def test_own_devices_are_of_no_use_to_software_without_cdi() -> None:
     choice = choose(
-        _auto(), NodeSoftware("v1.28.1", "containerd://2.4.2"), frozenset(), Devices(frozenset({"GPU-0"}))
+        _auto(), NodeInfo("v1.28.1", "containerd://2.4.2"), frozenset(), Devices(frozenset({"GPU-0"}))
     )
     assert not choice.cdi
     assert "kubelet v1.28.1" in choice.reason

@@ -5,6 +5,7 @@ from typing import Any
 
 import anyio.lowlevel
 import pytest
+from hyperframe.frame import DataFrame, Frame
 
 from agent.kubelet.grpc_server import LARGEST, CorkedTransport
 
@@ -59,3 +60,11 @@ async def test_a_close_sends_the_rest_and_an_abort_does_not() -> None:
     await anyio.lowlevel.checkpoint()
     assert (closed.pieces, closed.ended) == ([b"rest"], "closed")
     assert (aborted.pieces, aborted.ended) == ([], "aborted")
+
+
+async def test_no_received_frame_is_written_out_for_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """h2 describes each to a logger that drops the text."""
+    written: list[Frame] = []
+    monkeypatch.setattr(DataFrame, "serialize_body", written.append)
+    assert "DataFrame" in repr(DataFrame(1, b"x" * 16384))
+    assert not written

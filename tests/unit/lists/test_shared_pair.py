@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent._proto import v1beta1
-from agent.injection.inject import InjectionChoice, Injector, NodeSoftware
+from agent.cluster.node import NodeInfo
+from agent.injection.inject import InjectionChoice, Injector
 from agent.inventory.snapshot import GpuState
 from agent.kubelet import wire
 from agent.kubelet.wire import Allocation, PreferenceRequest, Refused
@@ -221,4 +222,4 @@ async def test_ids_of_nobody_are_refused() -> None:
         await node.plugins[PairMember.CORE].prefer(PreferenceRequest(("x",), (), 1))
     with pytest.raises(Refused, match="is not known on this node"):
         await node.plugins[PairMember.CORE].allocate(["tencent.com/vcuda-core-17"])
-    assert node.injector.software in (None, NodeSoftware("", ""))
+    assert node.injector.software in (None, NodeInfo("", ""))

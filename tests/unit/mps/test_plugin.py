@@ -8,7 +8,8 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from agent.injection.inject import InjectionChoice, Injector, NodeSoftware
+from agent.cluster.node import NodeInfo
+from agent.injection.inject import InjectionChoice, Injector
 from agent.inventory.snapshot import Snapshot
 from agent.kit.tasks import Cell
 from agent.kubelet.wire import Reason, Refused
@@ -127,12 +128,12 @@ def test_each_half_answers_its_own_caps_by_variables() -> None:
 
 def test_caps_go_by_cdi_wherever_the_node_has_it_even_without_the_toolkit() -> None:
     node = Node()
-    node.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")
+    node.injector.software = NodeInfo("v1.36.3", "containerd://2.4.2")
     assert node.injector.choice == InjectionChoice(False, node.injector.choice.reason)
     answer = node.conditions.extras(PairMember.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu])
     assert answer.cdi_devices == ("gpu-node-agent.io/share=mps-memory-4",)
     assert not answer.environment
-    node.injector.software = NodeSoftware("v1.28.0", "containerd://1.7.0")
+    node.injector.software = NodeInfo("v1.28.0", "containerd://1.7.0")
     assert not node.conditions.extras(PairMember.MEMORY, ["a"] * 4, [node.snapshot.gpus[0].gpu]).cdi_devices
 
 
@@ -140,7 +141,7 @@ async def test_caps_that_a_pod_can_undo_are_not_sold_where_the_configuration_say
     """containerd 1.7 is handed caps as variables, and the pod's own win over them."""
     lenient, strict = Node(), Node("mps.advisoryCaps=refuse")
     for node in (lenient, strict):
-        node.injector.software = NodeSoftware("v1.36.3", "containerd://1.7.27")
+        node.injector.software = NodeInfo("v1.36.3", "containerd://1.7.27")
     assert lenient.figures(PairMember.CORE) == (200, 200)
     assert strict.figures(PairMember.CORE) == (200, 0)
     assert "containerd://1.7.27 is not known to inject CDI" in strict.conditions.unready(strict.uuids[0])
@@ -151,14 +152,14 @@ async def test_caps_that_a_pod_can_undo_are_not_sold_where_the_configuration_say
         group.start_soon(plugin.run)
         await anyio.wait_all_tasks_blocked()
         # The node was updated.
-        strict.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")
+        strict.injector.software = NodeInfo("v1.36.3", "containerd://2.4.2")
         strict.injector.looked.publish(strict.injector.software)
         await anyio.wait_all_tasks_blocked()
         modes = Assignment({uuid: GpuMode(Mode.MPS) for uuid in strict.uuids})
         assert plugin.figures(modes) == (200, 200)
         group.cancel_scope.cancel()
     by_choice = Node("mps.advisoryCaps=refuse", "injection.strategy=envvar")
-    by_choice.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")
+    by_choice.injector.software = NodeInfo("v1.36.3", "containerd://2.4.2")
     assert "injection.strategy is envvar" in by_choice.conditions.unready(by_choice.uuids[0])
 
 

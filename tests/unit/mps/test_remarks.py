@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import anyio
 
-from agent.injection.inject import Injector, NodeSoftware
+from agent.cluster.node import NodeInfo
+from agent.injection.inject import Injector
 from agent.kit.tasks import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.mps.daemon_manager import DaemonManager, MpsEvents
@@ -18,7 +19,7 @@ from tests.unit.mps.test_plugin import FakeDaemons, Lister
 from tests.unit.pairing.kubelet_model import machine
 from tests.wing_node import wing_node
 
-OLD, NEW = (NodeSoftware("v1.36.3", f"containerd://{version}") for version in ("1.7.27", "2.4.2"))
+OLD, NEW = (NodeInfo("v1.36.3", f"containerd://{version}") for version in ("1.7.27", "2.4.2"))
 
 
 class Daemons(FakeDaemons):
@@ -58,7 +59,7 @@ class Scene:
         assert warning
         self.events.append((reason, text))
 
-    def seen(self, software: NodeSoftware) -> None:
+    def seen(self, software: NodeInfo) -> None:
         self.injector.software = software
         self.injector.looked.publish(software)
 

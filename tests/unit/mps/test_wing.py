@@ -5,7 +5,7 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from agent.injection.inject import NodeSoftware
+from agent.cluster.node import NodeInfo
 from agent.kit.tasks import Cell
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.modes.wing import NotLeft
@@ -37,7 +37,7 @@ async def test_a_gpu_without_a_daemon_has_its_obstacle_and_its_ceiling(tmp_path:
     assert wing._conditions.most_holders(state.gpu) == 5
     assert wing.gpu_facts(state.uuid) == {"mps": None}
     assert wing.enforced() == "no"  # the runtime is not known
-    node.injector.software = NodeSoftware("v1.36.3", "containerd://2.4.2")
+    node.injector.software = NodeInfo("v1.36.3", "containerd://2.4.2")
     assert wing.enforced() == "yes"
     assert not wing.remarks()
     assert {each.resource for each in wing.plugins()} == set(Mode.MPS.resources)

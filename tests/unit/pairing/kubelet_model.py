@@ -95,12 +95,13 @@ class KubeletModel(PodSource):
         self.mode = mode
         self.taken_up: dict[Key, Admission] = {}
         self.api: dict[Key, Pod] = {}
-        self.specs_readable = True
+        self.specs_readable = self.answers = True
         self.cached = True  # whether the watch shows pods before the kubelet asks
         self.records_readable = True
         self.lists, self.gets, self.lists_of_pods = 0, 0, 0
         self.watching, self.reachable = True, True  # the API server's watch, and itself
         self.renewed: dict[Key, Pod] = {}  # what the API server has, and an interrupted watch does not show
+        self.over: set[str] = set()  # UIDs that have ended by the API server's answer to a question
         # Pods that a kubelet which has just restarted has heard of; None: it has heard of all.
         self.heard: set[Key] | None = None
         self._last_heard: set[Key] | None = None  # at the last reading: another set is another kubelet's
@@ -124,18 +125,29 @@ class KubeletModel(PodSource):
             for each in self.taken_up.values()
             for (container, resource), ids in each.held.items()
         }
-        pods = {each.uid: each for each in self.api.values()}
-        view = View(pods if self.specs_readable else {}, self.specs_readable)
         self._record = join(
             self._record,
             replace(self._listed(), began=self.now),
             entries,
-            view,
+            self._view(),
             same_kubelet=self.heard is None or self.heard is self._last_heard,
             fresh=True,
         )
         self._last_heard = self.heard
         return self._record.joined
+
+    async def confirm(self, holdings: Collection[Holding]) -> Record:
+        """The record after the API server was asked for holders."""
+        del holdings
+        before, self.over = self._record, {pod.uid for pod in self.renewed.values() if pod.finished}
+        self._record = join(
+            before, before.listed, before.entries, self._view(), same_kubelet=True, fresh=False
+        )
+        return self._record.joined
+
+    def _view(self) -> View:
+        pods = {each.uid: each for each in self.api.values() if each.uid not in self.over}
+        return View(pods if self.specs_readable else {}, self.specs_readable, over=self.over)
 
     async def refresh(self) -> None:
         """The record is read by its timer."""

@@ -12,8 +12,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agent.status.client import AgentRefused, AgentUnreachable, ask
-from agent.web.control import NAME, CommandRefused, ControlServer
+from agent.web.control import NAME, AgentRefused, AgentUnreachable, CommandRefused, ControlServer, ask
 
 
 async def _echo(request: Mapping[str, object]) -> object:
