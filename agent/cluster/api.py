@@ -84,8 +84,8 @@ class _ListMetadata(msgspec.Struct, rename="camel"):
 class ListPage(msgspec.Struct):
     """A list of objects, or a part of one."""
 
-    metadata: _ListMetadata = msgspec.field(default_factory=_ListMetadata)
-    items: list[msgspec.Raw] = msgspec.field(default_factory=list)
+    metadata: _ListMetadata  # both are required: what has neither is no list, and nobody has ended by it
+    items: list[msgspec.Raw]
 
 
 class KubeApi:

@@ -265,6 +265,7 @@ def join(
     entries are the checkpoint's as it is now. `over`: names of pods that have just ended. What the kubelet
     listed of them and had not written down yet goes by these, as nothing else says whose it was.
     """
+    view = _without_forged(view, before.names)
     keys = _keys(listed)
     before_heard = before.heard_of if same_kubelet else frozenset()
     by_pod = _by_pod(before, entries, view, keys, before_heard)
@@ -347,12 +348,18 @@ def join(
     )
     unknown = by_pod.keys() - view.pods.keys() - named.keys()
     nameless = _nameless(before, unknown, listed.began, fresh=fresh)
-    now = {uid: view.pods[uid].key if uid in view.pods else named.get(uid) for uid in by_pod}
     former = {uid: key for uid, key in before.names.items() if uid in by_pod or not fresh}
-    names = {**former, **{uid: key for uid, key in now.items() if key}}
+    own = {uid: view.pods[uid].key for uid in by_pod if uid in view.pods and view.pods[uid].uid == uid}
+    names = {**named, **former, **own}
     return Evidence(
         pods, frozenset(outlived), frozenset(heard_of), nameless, names, inherited, listed, joined
     )
+
+
+def _without_forged(view: View, names: Mapping[str, PodKey]) -> View:
+    """Without objects that claim to be the mirror of a pod of another name: that of a UID never changes."""
+    forged = {uid for uid, pod in view.pods.items() if pod.uid != uid and names.get(uid, pod.key) != pod.key}
+    return replace(view, pods={uid: view.pods[uid] for uid in view.pods.keys() - forged}) if forged else view
 
 
 def _nameless(before: Evidence, uids: Collection[str], began: float, *, fresh: bool) -> Mapping[str, float]:
@@ -412,12 +419,13 @@ def _matches(
     owners = {pod.key: uid for uid, pod in view.pods.items() if not pod.finished}
     found: dict[str, dict[Place, Holding]] = {}
     for uid, held in by_pod.items():
-        called = view.pods[uid].key if uid in view.pods else before.names.get(uid)
+        called = view.pods[uid].key if uid in view.pods else before.pods.get(uid, UNKNOWN).key
+        former = before.names.get(uid)  # rules others out, and takes nothing of a namesake's
         for place, ids in held.items():
             if (match := shown.get((*place, ids))) is None:
                 continue
             key = _key(match)
-            if called == key or (called is None and owners.get(key, uid) == uid):
+            if called == key or (called is None and former in (None, key) and owners.get(key, uid) == uid):
                 found.setdefault(uid, {})[place] = match
     return found
 

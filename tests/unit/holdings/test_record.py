@@ -236,6 +236,22 @@ async def test_entries_of_a_pod_that_is_gone_are_not_the_next_ones(node: Node) -
     assert await node.held() == {("train-1", "main", A)}
 
 
+async def test_the_next_of_a_name_that_has_one_of_the_ended_ones_units_has_no_other_of_them(
+    node: Node,
+) -> None:
+    """As of a StatefulSet, before the kubelet has written the next one's container down."""
+    node.know("u", "web-0")
+    node.kubelet.pods = {"web-0": {"main": A, "side": B}}
+    node.kubelet.records(("u", "main", A), ("u", "side", B))
+    assert await node.held() == {("web-0", "main", A), ("web-0", "side", B)}
+    del node.pods["u"]
+    node.kubelet.pods = {}
+    assert await node.held() == set()
+    node.know("v", "web-0")
+    node.kubelet.pods = {"web-0": {"main": A, "side": ""}}
+    assert await node.held() == {("web-0", "main", A)}
+
+
 async def test_an_ended_pods_units_do_not_name_it_after_the_next_which_the_watch_has_not_shown(
     node: Node,
 ) -> None:

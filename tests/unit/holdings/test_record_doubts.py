@@ -7,9 +7,11 @@ import anyio
 import pytest
 
 from agent.holdings.record import LAG_SECONDS
+from tests.pods import a_pod
 from tests.unit.holdings.record_node import Node
 
 A = "GPU-00000000-0000-0000-0000-00000000000a"
+B = "GPU-00000000-0000-0000-0000-00000000000b"
 
 
 @pytest.fixture
@@ -141,3 +143,21 @@ async def test_lookers_for_processes_hear_of_ends_while_the_kubelet_does_not_ans
         assert node.watch.take_vanished() == {"v"}
         assert node.watch.take_vanished() == set()
         group.cancel_scope.cancel()
+
+
+async def test_who_claims_to_mirror_a_pod_of_another_name_frees_nothing_of_it(node: Node) -> None:
+    """As a tenant's pod may, once the object of that pod is gone and while its containers run on."""
+    node.know("u", "train-0")
+    node.kubelet.pods = {"train-0": {"main": A}}
+    node.kubelet.records(("u", "main", A), ("u", "prepare", B))
+    both = {("train-0", "main", A), ("train-0", "prepare", B)}
+    assert await node.held() == both
+    del node.pods["u"]
+    assert await node.held() == both
+    node.pods["u"] = a_pod("ns", "forger", (), "f", phase="Running")
+    for _ in range(2):
+        assert await node.held() == both
+    del node.pods["u"]
+    for _ in range(2):
+        assert await node.held() == both
+        assert node.watch.gpus_by_pod() == {"u": {A, B}}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from agent.holdings.record import Evidence, View, join
+from agent.holdings.record import Entries, Evidence, View, join
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.tasks import Cell
 from agent.kubelet.podresources import PodResourcesUnavailable
@@ -120,21 +120,21 @@ class KubeletModel(PodSource):
         self.lists += 1
         if not self.records_readable:
             raise PodResourcesUnavailable("no kubelet here")
-        entries = {
-            (each.pod.uid, container, resource): ids
-            for each in self.taken_up.values()
-            for (container, resource), ids in each.held.items()
-        }
         self._record = join(
             self._record,
             replace(self._listed(), began=self.now),
-            entries,
+            self.checkpoint(),
             self._view(),
             same_kubelet=self.heard is None or self.heard is self._last_heard,
             fresh=True,
         )
         self._last_heard = self.heard
         return self._record.joined
+
+    def checkpoint(self) -> Entries:
+        return {
+            (each.pod.uid, *place): ids for each in self.taken_up.values() for place, ids in each.held.items()
+        }
 
     async def confirm(self, holdings: Collection[Holding]) -> Record:
         """The record after the API server was asked for holders."""
