@@ -1,6 +1,7 @@
 """`python -m tests.recording_agent run ...`: the agent as tests run it.
 
-On a slow machine it has as much longer before it ends the hard way. If RECORD_LISTS names a file, it writes
+On a slow machine it has as much longer before it ends the hard way, and the API server, which the test's own
+process plays, before a pod is refused since it does not answer. If RECORD_LISTS names a file, it writes
 down every list that it sends. Each record says which resource, and whether a stream opened, a message is
 about to be sent, has been sent, or the stream ended; `tests/scenarios/lists.py` reads it.
 """
@@ -12,10 +13,13 @@ from typing import Any
 
 from agent.cli import main as cli
 from agent.cli import serve
+from agent.cluster import pods
 from agent.kubelet import service
+from agent.pairing import resolver
 from tests.pace import scaled
 
 VARIABLE = "RECORD_LISTS"
+LONGEST_MISS_SECONDS = 4.0
 HEADER = struct.Struct("<cHI")  # what happened, length of the resource's name, length of the message
 START, OPENED, SENDING, SENT, ENDED = b"A", b"O", b"S", b"D", b"E"
 
@@ -67,6 +71,9 @@ def main() -> int:
         recorder.write(START)
         record(recorder)
     serve.STOP_SECONDS, serve.TEARDOWN_SECONDS = scaled(serve.STOP_SECONDS), scaled(serve.TEARDOWN_SECONDS)
+    # Within the time of an Allocate.
+    for room, name in ((pods, "MISS_SECONDS"), (resolver, "MISS_SECONDS"), (pods, "FIRST_COPY_SECONDS")):
+        setattr(room, name, min(scaled(getattr(room, name)), LONGEST_MISS_SECONDS))
     return cli.main()
 
 

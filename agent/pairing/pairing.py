@@ -279,11 +279,17 @@ class Pairing:
 
     def _forget_late(self) -> None:
         now = min(self._clock(), self._serving_since)
+
+        def over(reservation: Reservation) -> bool:
+            # What was granted is held until a reading that began later says otherwise, whatever its age.
+            granted_at = reservation.expires - self.rules.reservation_seconds
+            return reservation.expires <= now and (not reservation.granted or granted_at <= self._read)
+
         for reservation in self.ledger.reservations:
-            if reservation.expires <= now and not reservation.complete:
+            if over(reservation) and not reservation.complete:
                 self.stats.expired += 1
                 log.info("promise_expired", container=str(reservation.holder), gpu=",".join(reservation.gpus))
-        self._become(self._state.without(lambda each: each.expires <= now))
+        self._become(self._state.without(over))
         if self._continuing.until <= now:
             self._continue_nowhere()
 

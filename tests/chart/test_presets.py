@@ -141,7 +141,7 @@ def test_folders_of_kubelet_and_runtime_are_those_of_the_cluster(preset: str, ku
 HOST_SIDE = """
 import subprocess, sys
 from pathlib import Path
-from agent.injection import hook
+from agent.injection import toolkit
 from agent.vgpu import library
 
 root, state = Path(sys.argv[1]), Path(sys.argv[2])
@@ -151,8 +151,8 @@ for folder, flags in (("var", "noexec"), ("home/kubernetes/bin", "exec")):
 below = root / state.relative_to("/")
 below.mkdir(parents=True)
 try:
-    program = hook.install(Path("/bin/true"), below / hook.FOLDER)
-except hook.HookNotInstalled as error:
+    program = toolkit.install(Path("/bin/true"), below / toolkit.FOLDER)
+except toolkit.HookNotInstalled as error:
     print(error)
 else:
     subprocess.run([program], check=True)

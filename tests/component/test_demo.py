@@ -66,7 +66,7 @@ def tells_the_whole_story(shown: str, gpus: int) -> None:
         "GPU 0 Unhealthy, all others Healthy",
         f"{gpus} models ask for 60 cores",
         "it joins model-",
-        "enforced: no",
+        "a library keeps each container to its memory",
         f"{gpus} daemons serve",
         "The daemon of GPU 0 is killed",
         "no daemon runs, their compute mode is DEFAULT again",

@@ -37,7 +37,7 @@ for _scenario in (*holders.ALL, *init_holders.ALL):
 async def test_waiting_pod_gets_the_freed_gpu() -> None:
     async with extended_rig() as rig:
         await vgpu.serving(rig, extender=True)
-        await holders.freed_gpu_goes_to_the_waiting_pod(rig, vgpu.GPUS, vgpu.BLOCKS)
+        await holders.freed_gpu_goes_to_the_waiting_pod(rig, vgpu.GPUS, vgpu.BLOCKS, turns=8)
 
 
 @pytest.mark.long

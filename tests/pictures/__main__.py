@@ -2,13 +2,13 @@
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import anyio
 
-from tests.pictures import boards, captures, kubectl, rooms, switch
+from tests.pictures import boards, captures, claims, kubectl, rooms, shares, switch
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 
@@ -17,8 +17,8 @@ def _write(name: str, content: str) -> None:
     (FOLDER / name).write_text(content, encoding="utf-8")
 
 
-def _switch() -> None:
-    _write("switch.svg", switch.drawn(anyio.run(switch.recorded)))
+def _recorded(name: str, made: Callable[[], Awaitable[str]]) -> None:
+    _write(f"{name}.svg", anyio.run(made))
 
 
 def _captures() -> None:
@@ -28,7 +28,9 @@ def _captures() -> None:
 
 MAKERS: Mapping[str, Callable[[], None]] = {
     "rooms": lambda: _write("rooms.svg", rooms.drawn()),
-    "switch": _switch,
+    "switch": partial(_recorded, "switch", switch.made),
+    "claims": partial(_recorded, "claims", claims.made),
+    "shares": partial(_recorded, "shares", shares.made),
     "terminals": _captures,
     "kubectl": lambda: anyio.run(kubectl.made, FOLDER),
     "dashboards": partial(boards.make, FOLDER),

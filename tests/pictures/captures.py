@@ -22,27 +22,27 @@ from tests.scenarios.monitoring import MODES, Work
 
 PROFILE = "dgx-h200"
 DEMO_SECONDS, COMMAND_SECONDS = 90.0, 30.0
-DEMO_END = re.compile(r"^\S*4  ", re.MULTILINE)  # the fourth act; all of it would be three screens
-CLAIMS = re.compile(r"^\S*10  .*?(?=^\S*11  |\Z)", re.MULTILINE | re.DOTALL)  # the act of claims
+ACTS = (7, 9)  # of the demo: pairs that share GPUs, and the switch; all of it would be five screens
 
 
 def all_of_them() -> Mapping[str, str]:
     """SVG by name."""
-    demo = terminal.shown(["simulate", "--profile", PROFILE], DEMO_SECONDS)
     return {
-        "demo": terminal.drawn("make demo", DEMO_END.split(demo)[0] + "   ..."),
-        "claims": claims_of(demo),
+        "demo": terminal.drawn(
+            "make demo", acts_of(terminal.shown(["simulate", "--profile", PROFILE], DEMO_SECONDS))
+        ),
         **anyio.run(_of_a_node_at_work),
         "explain": anyio.run(_explained),
     }
 
 
-def claims_of(demo: str) -> str:
-    """The act in which the first pod chooses."""
-    act = CLAIMS.search(demo)
-    if act is None:
-        raise ValueError("the demo has no act of claims")
-    return terminal.drawn("make demo", act[0].rstrip())
+def acts_of(demo: str) -> str:
+    """The head of the demo's output and `ACTS`. Raises ValueError where one is missing."""
+    head, *rest = re.split(r"^(?=\S*\d+  )", demo, flags=re.MULTILINE)
+    acts = {int(found[1]): act for act in rest if (found := re.match(r"(?:\x1b\[[\d;]*m)?(\d+)  ", act))}
+    if missing := set(ACTS) - acts.keys():
+        raise ValueError(f"the demo has no act {missing}")
+    return "   ...\n\n".join((head, *(acts[each] for each in ACTS))) + "   ..."
 
 
 async def _shown(*arguments: str) -> str:

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 from tests.cluster.build import debian
+from tests.pictures import png
 
 PROGRAM = "chromium-headless-shell"
 SECONDS = 60
@@ -35,6 +36,7 @@ def screenshot(page: Path, width: int, height: int, into: Path) -> None:
             capture_output=True,
             timeout=SECONDS,
         )
+    into.write_bytes(png.smaller(into.read_bytes()))
 
 
 if __name__ == "__main__":  # before tests, which have no time for it

@@ -14,7 +14,7 @@ from agent.simulator.demo.page import over
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from tests.browser import browser, served
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
-from tests.pictures import terminal
+from tests.pictures import png, terminal
 from tests.plugin_file import FILE
 from tests.scenarios.mode_node import mode_node
 from tests.scenarios.modes import LAYOUTS
@@ -59,9 +59,12 @@ async def made(folder: Path) -> None:
             await tab.call("Emulation.setDeviceMetricsOverride", **size)
             await tab.open(page.address)
             await tab.until("document.body?.dataset.drawn")
+            size["height"] = await tab.value("document.body.scrollHeight + 16")  # no part of a row, no bar
+            await tab.call("Emulation.setDeviceMetricsOverride", **size)
+            await tab.call("Emulation.setScrollbarsHidden", hidden=True)
             shot = await tab.call("Page.captureScreenshot", format="png")
     (folder / "kubectl-gpu.svg").write_text(terminal.drawn("kubectl gpu", text), encoding="utf-8")
-    (folder / "page.png").write_bytes(base64.b64decode(shot["data"]))
+    (folder / "page.png").write_bytes(png.smaller(base64.b64decode(shot["data"])))
 
 
 def _recorded(rig: EmbeddedRig) -> str:

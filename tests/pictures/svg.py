@@ -8,7 +8,13 @@ MONO = "'DejaVu Sans Mono', Menlo, Consolas, monospace"
 INK, GREY, PALE, LINE, PAPER = "#1f2933", "#5f6b7a", "#f3f5f7", "#c3cad3", "#ffffff"
 # Colours that stay apart for people who see few of them (Okabe and Ito, 2008), without yellow on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f6b7a", "#7b4fa3")
-MODES = {"pgpu": COLOURS[0], "vgpu": COLOURS[2], "mps": COLOURS[1], "off": GREY}
+MODES = {
+    "pgpu": COLOURS[0],
+    "vgpu": COLOURS[2],
+    "mps": COLOURS[1],
+    "dra": COLOURS[7],
+    "off": GREY,
+}
 
 
 def element(name: str, content: str = "", /, **attributes: object) -> str:

@@ -37,14 +37,14 @@ async def one_free_gpu(rig: Rig, gpus: int) -> None:
     await running(rig, *(share_pod(f"filler-{number}", CORES - 5, 5) for number in range(gpus - 1)))
 
 
-async def freed_gpu_goes_to_the_waiting_pod(rig: Rig, gpus: int, blocks: int) -> None:
+async def freed_gpu_goes_to_the_waiting_pod(rig: Rig, gpus: int, blocks: int, turns: int = TURNS) -> None:
     """A holds half of the cores and all memory of the free GPU, C waits for 60 cores; A ends, C runs.
 
     An extender chooses the GPUs. The other half of A's cores is of no use to anybody: an agent may have taken
     it off its list. The moment A ends C fits, and the scheduler does not wait for that list.
     """
     await one_free_gpu(rig, gpus)
-    for turn in range(TURNS):
+    for turn in range(turns):
         completes = turn % 2 == 0
         holder = PodSpec(
             f"holder-{turn}",
@@ -68,8 +68,7 @@ async def test_waiting_pod_fits_after_agent_update(rig: Rig) -> None:
     await serving(rig)
     # Few units: over a restart of the agent a kubelet compares each of them with each that is held.
     await running(rig, *(share_pod(f"filler-{number}", 80, 20) for number in range(GPUS - 2)))
-    for turn in range(4):
-        cores, blocks = ((CORES, 0), (10, BLOCKS))[turn % 2]
+    for turn, (cores, blocks) in enumerate(((CORES, 0), (10, BLOCKS))):
         holder, elsewhere = share_pod(f"holder-{turn}", cores, blocks), share_pod(f"b-{turn}", 80, 30)
         await running(rig, holder)
         assert await rig.stop_agent() == 0

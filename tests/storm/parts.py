@@ -12,6 +12,7 @@ from agent.simulator.mig_calls import MigCalls
 from agent.simulator.nvml import SimulatedNvml
 
 if TYPE_CHECKING:
+    from agent.inventory.snapshot import GpuState
     from agent.nvml.port import GpuInstance, MigProfile
     from tests.storm.world import World
 
@@ -131,7 +132,10 @@ def observe(world: "World") -> Callable[[], None]:
 
 
 async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int) -> str | None:
-    """Once others have let go of a GPU it gets its layout, and a pod runs on each kind; why not, in words."""
+    """Once others have let go of a GPU it gets its layout, and a pod runs on each kind; why not, in words.
+
+    It leaves MIG mode then.
+    """
     for uuid in tuple(world.parts.others):
         world.machine.destroy_instance(slot, uuid)
         world.parts.went(uuid)
@@ -142,8 +146,18 @@ async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int)
     agent = world.running
     states = agent.core.inventory.snapshot.value.by_uuid if agent else {}
     state = states.get(world.machine.uuid(slot))
-    if state is None or not state.healthy:
-        return None  # a GPU that is not well is brought to nothing
+    # One that is not well is brought to nothing.
+    if state is not None and state.healthy and (problem := await _stands(world, state, there, layout, word)):
+        return problem
+    world.label("disable")
+    await anyio.sleep(30)
+    world.machine.set_mig(slot, enabled=False)
+    return None
+
+
+async def _stands(
+    world: "World", state: "GpuState", there: list[tuple[str, bool]], layout: tuple[str, ...], word: str
+) -> str | None:
     if there != sorted((each, False) for each in layout):
         return f"layout {word} asks for {', '.join(layout)}, and the GPU has {there}"
     for profile in sorted(set(layout)):
@@ -154,9 +168,6 @@ async def settled(world: "World", layout: tuple[str, ...], word: str, slot: int)
             return f"there are {count} of {resource}, {sick} of them not well, and the kubelet knows {known}"
         if known and (problem := await _runs(world, f"part-{profile}", resource)):
             return problem
-    world.label("disable")
-    await anyio.sleep(30)
-    world.machine.set_mig(slot, enabled=False)
     return None
 
 

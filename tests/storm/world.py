@@ -91,7 +91,7 @@ class Shape:
         # By a draw of its own: storms without an extender are what they were before there was one.
         extender = random.Random(f"extender of {seed}").random() < 0.3
         mig = random.Random(f"parts for {seed}").random() < 0.12
-        claims = not mig and random.Random(f"DRA for {seed}").random() < 0.12
+        claims = random.Random(f"DRA for {seed}").random() < 0.12
         return cls(
             mps=rng.random() < 0.3, resize=rng.random() < 0.3, extender=extender, mig=mig, claims=claims
         )
@@ -335,7 +335,10 @@ async def world(folder: Path, seed: int, shape: Shape, *, sockets: bool = True) 
     program.touch(mode=0o755)
     (folder / "bin" / LIBRARY).write_bytes(ELF)  # nobody loads it
     if shape.claims:
-        _write_specification(folder / "cdi", [machine.uuid(slot) for slot in range(SPARE + 1)])
+        uuids = [machine.uuid(slot) for slot in range(SPARE + 1)]
+        # NVIDIA's toolkit writes it again where instances come: here it names all that there may be.
+        parts = [f"MIG-{uuids[PARTED][4:-2]}{number:02x}" for number in range(16)] if shape.mig else []
+        _write_specification(folder / "cdi", uuids + parts)
     async with anyio.create_task_group() as group:
         made = World(folder, machine, group, seed, shape)
         if shape.claims:

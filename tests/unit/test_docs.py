@@ -56,6 +56,15 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @every_document
+def test_tables_are_whole(document: Path) -> None:
+    """Each begins with its head: an empty line among the rows would end it there."""
+    lines = ["", *document.read_text(encoding="utf-8").splitlines(), ""]
+    for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+        if line.startswith("|") and not before.startswith("|"):
+            assert after.startswith("| ---"), f"{document.name}: {line[:80]}"
+
+
+@every_document
 def test_files_that_are_named_exist(document: Path) -> None:
     for span in spans(document):
         for path in re.findall(r"(?<![\w/-])(?:agent|charts|config|docs|tests|proto|\.ci)/[\w./-]+\b", span):

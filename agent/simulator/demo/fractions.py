@@ -55,9 +55,7 @@ class _Act:
         self._show([*models, helper])
         if self._count > 2:  # else the node's totals do not suffice either
             await self._refused()
-        screen.say(
-            "Shares are promised, not enforced: what a process really uses is up to it (enforced: no)."
-        )
+        screen.say("(On a node a library keeps each container to its memory; here nothing runs CUDA.)")
 
     async def _offered(self) -> None:
         kubelet = self._stage.kubelet
@@ -82,7 +80,8 @@ class _Act:
             f"late-model asks for {_demand_of(late)}. The node has {free} cores free, no GPU has {TOO_LARGE}:"
         )
         reason = state.message[state.message.index("the largest free share") :]
-        screen.say(f"  refused: {reason.partition(', which')[0]}.")
+        for line in f"refused: {reason.partition(', which')[0]}.".replace("; ", ";\n").splitlines():
+            screen.say(f"  {line}")
         await stage.kubelet.delete_pod(late, stage.patience)
 
     def _pod(self, name: str, cores: int, blocks: int) -> PodSpec:

@@ -23,6 +23,7 @@ from tests.gpu.rig import Rig
 from tests.gpu.sharing import Case, Failed, Tenant
 from tests.gpu.sharing_page import ALONE, MPS, Report, Row
 from tests.mps_binaries import SUITES, control_program
+from tests.pace import scaled
 
 __all__ = ["run_folder", "seen_by_host"]
 
@@ -47,18 +48,24 @@ async def test_the_whole_measurement_runs_and_is_called_a_simulation(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "WARM", 0.2)
-    monkeypatch.setattr(sharing, "SECONDS", 0.8)
-    report = await sharing.measured(rig)
+    small, large, seconds = 0.0, 0.0, 0.8
+    while True:
+        monkeypatch.setattr(sharing, "SECONDS", seconds)
+        report = await sharing.measured(rig)
+        rows = {(row.mode, row.load, row.share): row for rows in report.cases for row in rows}
+        if not report.missing:
+            small, large = (rows["shares", "decode", share].per_second for share in (10, 90))
+        if small < large or seconds > 1:
+            break
+        seconds = scaled(3.0)  # on a busy machine a load may not have its turn before
     assert report.simulated
     assert not report.missing
+    assert small < large
     assert [tuple(row.load for row in rows) for rows in report.cases] == [
         tuple(tenant.load for tenant in case.tenants) for case in sharing.CASES
     ]
     # Kernels are timers here, and cannot end early.
     assert report.kernels["weights_200us"] >= 199
-    rows = {(row.mode, row.load, row.share): row for rows in report.cases for row in rows}
-    small, large = (rows["shares", "decode", share].per_second for share in (10, 90))
-    assert small < large
     file = tmp_path / "docs" / "vgpu-on-hardware.md"
     written = sharing_page.write(report, file)
     assert not file.exists()
@@ -86,7 +93,7 @@ def test_a_page_of_hardware_is_written_under_its_name(tmp_path: Path) -> None:
 
 async def test_a_case_that_fails_leaves_the_others(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "WARM", 0)
-    monkeypatch.setattr(sharing, "SECONDS", 0.2)
+    monkeypatch.setattr(sharing, "SECONDS", min(scaled(0.2), 3.0))
     monkeypatch.setattr(rig, "_program", None)
     cases = (
         Case(ALONE, (Tenant("decode"),)),

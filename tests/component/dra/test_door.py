@@ -13,9 +13,10 @@ import pytest
 
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
 from agent.model.resource_claim import DRIVER, WORDS, device_name
+from agent.simulator.kubelet import Pod
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodClaim, PodSpec
 from agent.web.control import NAME, ask
-from tests.component.embedded_rig import EmbeddedRig, embedded_rig
+from tests.component.embedded_rig import QUICK, EmbeddedRig, embedded_rig
 from tests.pace import scaled
 from tests.scenarios.agent_face import metric
 from tests.scenarios.mps import MpsNode, node_to_be
@@ -25,7 +26,9 @@ from tests.scenarios.rig import GPU
 @asynccontextmanager
 async def a_node() -> AsyncIterator[MpsNode]:
     """A node with classes of devices, and no agent yet."""
-    async with embedded_rig("1.37") as rig, node_to_be(rig) as node:
+    # A prepare that failed is tried again after a minute or more: here soon.
+    quick = replace(QUICK, resync=5.0)
+    async with embedded_rig("1.37", timings=quick) as rig, node_to_be(rig) as node:
         for mode in (WHOLE_GPUS, SHARES):
             await rig.create_resource("DeviceClass", device_class(mode))
         yield node
@@ -249,12 +252,21 @@ async def test_a_cluster_without_what_it_takes_is_refused(why: str) -> None:
         assert any(word in each for each in (await status_of(node))["problems"])
 
 
+LONG_SECONDS = 600.0  # more than a test takes on any machine
+
+
+def end(rig: EmbeddedRig, pod: Pod) -> None:
+    """The processes of a pod that was deleted by force end now."""
+    assert rig.kubelet._life
+    rig.kubelet._life._end_removed(pod)
+
+
 async def test_killed_agent_keeps_claims_and_waits_for_forced_deletions() -> None:
     """The kubelet's record says who holds what, though the pod is gone and its agent was killed."""
     async with one_device() as (node, rig):
-        share = replace(asking("share", SHARES, 60, 60), grace=8.0)
+        share = replace(asking("share", SHARES, 60, 60), grace=LONG_SECONDS)
         await run(rig, share)
-        daemon = await node.pids()
+        daemon, pod = await node.pids(), rig.kubelet.pod(share)
         await rig.kill_agent()
         rig.kubelet.api.delete_by_force(share)
         await rig.start_agent(await node.settings(**{"dra.enabled": True, **ONE}))
@@ -264,6 +276,7 @@ async def test_killed_agent_keeps_claims_and_waits_for_forced_deletions() -> Non
         await anyio.sleep(2)
         assert await rig.phase(whole) is Phase.PENDING
         assert await node.pids() == daemon
+        end(rig, pod)
         await rig.wait_phase(whole, Phase.RUNNING, 40)
         assert not await node.pids()
 

@@ -113,9 +113,11 @@ async def test_each_class_of_xid(xid: int, states: tuple[HealthState, ...]) -> N
         seen: list[HealthState] = []
         watched.inventory.counters.listeners.append(lambda change: seen.append(change.after))
         watched.machine.xid(0, xid)
-        await anyio.sleep(0.1)
-        assert watched.inventory.counters.xids[watched.machine.uuid(0), xid] == 1
-        await anyio.sleep(1.5)
+        with anyio.fail_after(10):
+            while len(seen) < len(states) or not watched.inventory.counters.xids:
+                await anyio.sleep(0.01)
+        await anyio.sleep(0.8)  # more than the quiet time and a probe
+        assert watched.inventory.counters.xids == {(watched.machine.uuid(0), xid): 1}
         assert tuple(seen) == states
         watched.steady(1, 2, 3)
 

@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from agent.model.modes import SHARES, WHOLE_GPUS
 from agent.model.pod import VGPU
 from agent.mps import processes
 from agent.mps.directories import Directories
@@ -23,15 +24,26 @@ from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.web import control
 from agent.web.control import NAME
 from agent.web.server import HttpRequest, HttpServer, Reply
+from tests.component.dra.test_door import asking, device_class
+from tests.component.dra.test_door import run as run_claimants
 from tests.component.embedded_rig import EmbeddedRig, embedded_rig
 from tests.component.monitoring import queries
 from tests.component.monitoring.prometheus import Prometheus, prometheus
 from tests.component.monitoring.promtool import promtool
 from tests.scenarios.mode_node import ModeNode, mode_node
-from tests.scenarios.modes import LAYOUTS
 from tests.scenarios.monitoring import MODES, Work
 
 Fault = Callable[[], object]
+# A GPU, at least, of each mode.
+LAYOUTS = {
+    "mixed": [
+        {"gpus": ["0-2"], "mode": "pgpu"},
+        {"gpus": [3], "mode": "vgpu"},
+        {"gpus": [4], "mode": "dra"},
+        {"gpus": [5], "mode": "mig"},
+        {"gpus": ["rest"], "mode": "mps"},
+    ]
+}
 
 
 async def at_work(node: ModeNode) -> Work:
@@ -101,24 +113,33 @@ def faults(node: ModeNode, rig: EmbeddedRig) -> Mapping[str, Fault]:
     }
 
 
-@pytest.mark.timeout(150)
-async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
-    library = anyio.Path(tmp_path) / "library.so"
-    await library.write_bytes(b"\x7fELF")  # containers are shown it, and nobody loads it
-    async with (
-        embedded_rig() as rig,
-        mode_node(
+@contextlib.asynccontextmanager
+async def _node(library: Path) -> AsyncIterator[tuple[EmbeddedRig, ModeNode]]:
+    """An instance on GPU 5, classes of devices for claims, and all that has figures switched on."""
+    async with embedded_rig("1.37") as rig:
+        rig.machine.set_mig(5, enabled=True)
+        rig.machine.make_instance(5, "3g.71gb")
+        for mode in (WHOLE_GPUS, SHARES):
+            await rig.create_resource("DeviceClass", device_class(mode))
+        async with mode_node(
             rig,
             layouts=LAYOUTS,
+            dra__enabled=True,
             mps__probeSeconds=0.5,
             sampling__windowSeconds=5,
             sampling__activity=True,
             vgpu__enforcement="library",
             vgpu__compute="hard",
             vgpu__library=str(library),
-        ) as node,
-        anyio.create_task_group() as group,
-    ):
+        ) as node:
+            yield rig, node
+
+
+@pytest.mark.timeout(150)
+async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
+    library = anyio.Path(tmp_path) / "library.so"
+    await library.write_bytes(b"\x7fELF")  # containers are shown it, and nobody loads it
+    async with _node(Path(library)) as (rig, node), anyio.create_task_group() as group:
         port = await port_of(node)
         async with (
             page_of(KUBE_STATE_METRICS.read_text()) as others,
@@ -128,6 +149,7 @@ async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
             await node.applied("mixed")
             work = await at_work(node)
             group.start_soon(work.run)
+            await run_claimants(rig, asking("claimant", SHARES, 30, 40))
             await _check_page(node)
             await _check_top(node)
             await _check_data(server)

@@ -1,5 +1,7 @@
 """The uninstall hook: everything or nothing, and the name of each obstacle."""
 
+from typing import Any
+
 import anyio
 import pytest
 
@@ -165,3 +167,16 @@ async def test_a_record_that_is_not_there_hinders_nothing() -> None:
     cluster.record = None
     assert await run(cluster) == 1
     assert await run(cluster, release=Release("gpu", "app=agents")) == 1
+
+
+async def test_an_answer_that_is_no_node_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a proxy on the way, which answers a page of its own with 200."""
+    cluster, garbled = Cluster("node1"), ["<html>"]
+    answer = cluster.get
+
+    async def get(path: str, *arguments: Any) -> bytes:
+        return garbled.pop().encode() if garbled and "/nodes/" in path else await answer(path, *arguments)
+
+    monkeypatch.setattr(cluster, "get", get)
+    assert await run(cluster) == 1
+    assert not garbled

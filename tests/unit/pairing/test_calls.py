@@ -170,6 +170,29 @@ async def test_units_of_a_pod_that_no_record_showed_in_time_are_not_set_aside(*,
     assert not taken
 
 
+async def test_units_that_no_reading_shows_yet_are_not_granted_again_whatever_their_age() -> None:
+    """Storm 1000029: the kubelet could not be read, had forgotten what it had handed out, and offered it."""
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    await kubelet.admit(pod("before", share("main", 10, 10)))
+    kubelet.now += 1.0
+    await kubelet.refresh()
+    kubelet.now += 1.0
+    kubelet.records_readable = False
+    first_one = pod("a", share("main", 10, 10))
+    await kubelet.admit(first_one)
+    kubelet.now += 60.0
+    kubelet.offers_held = True
+    with pytest.raises(PairRefused, match="do not fit on any single GPU"):
+        await kubelet.admit(pod("b", share("main", 85, 10)))
+    await kubelet.admit(pod("c", share("main", 20, 10)))
+    units = [ids for each in kubelet.taken_up.values() for ids in each.held.values()]
+    assert len(frozenset().union(*units)) == sum(map(len, units))
+    # The next reading that is made says who is there.
+    kubelet.end(first_one.key)
+    kubelet.records_readable = True
+    await kubelet.admit(pod("d", share("main", 70, 10)))
+
+
 async def test_cores_are_set_aside_but_not_those_of_a_pair_to_come() -> None:
     kubelet = KubeletModel(gpus=1, blocks=40)
     await kubelet.admit(pod("a", share("main", 10, 10)))
