@@ -309,6 +309,26 @@ async def test_share_of_a_pod_that_ended_while_its_kubelet_was_away_is_free_once
     assert kubelet.gpus_of(("default", "c"), "main")
 
 
+async def test_units_that_the_kubelet_keeps_for_a_pod_that_was_asked_after_are_left_to_it() -> None:
+    """It does not offer that one's memory; nor will it offer its cores, in the call to come."""
+    kubelet = KubeletModel(gpus=2, blocks=40)
+    kept, freed = pod("kept", share("main", 80, 30)), pod("freed", share("main", 30, 40))
+    for each in (kept, freed):
+        await kubelet.admit(each)
+    kubelet.heard = set()
+    kubelet.renewed = {each.key: changed(each, phase="Succeeded") for each in (kept, freed)}
+    new = pod("new", share("main", 30, 10))
+    kubelet.api[new.key], kubelet.taken_up[new.key] = new, Admission(new)
+    kubelet.heard.add(new.key)
+    blocks = frozenset().union(
+        *(ids for (_, resource), ids in kubelet.taken_up[kept.key].held.items() if "memory" in resource)
+    )
+    ids = await kubelet.pairing.prefer(
+        PairMember.MEMORY, 10, sorted(kubelet.listed(PairMember.MEMORY) - blocks)
+    )
+    assert {each.partition("::")[0] for each in ids} == kubelet.gpus_of(freed.key, "main")
+
+
 @in_virtual_time
 async def test_without_specs_nothing_is_guessed() -> None:
     kubelet = KubeletModel()
@@ -331,6 +351,7 @@ async def test_without_records_one_waiting_pod_is_enough() -> None:
         await kubelet.admit(pod("b", share("main", 10, 5)))
 
 
+@in_virtual_time
 async def test_with_nothing_readable_nothing_is_given() -> None:
     kubelet = KubeletModel()
     kubelet.records_readable = kubelet.specs_readable = False
@@ -439,6 +460,7 @@ async def test_a_pod_that_was_served_asks_for_nothing_where_nobody_can_say_that_
     assert len(await kubelet.pairing.prefer(PairMember.CORE, 20, free)) == 20
 
 
+@in_virtual_time
 async def test_no_pod_of_an_old_copy_is_guessed_without_the_kubelets_record() -> None:
     """One that neither the record nor the watch shows may be asking for as much, of another namespace."""
     kubelet = KubeletModel()
