@@ -10,6 +10,7 @@ from agent.nvml import sweep as sweeping
 from agent.nvml.event_watch import WorkerThread
 from agent.nvml.port import NvmlCode, NvmlError, NvmlHung
 from agent.nvml.sweep import Sweep
+from tests.pace import scaled
 
 
 class Gpus:
@@ -35,6 +36,10 @@ class Gpus:
         return index != 7
 
 
+# A thread that has not begun by then has no step to blame.
+HANGS_SECONDS = min(scaled(0.1), 1.0)
+
+
 @pytest.fixture
 def gpus() -> Gpus:
     return Gpus()
@@ -58,7 +63,7 @@ async def test_a_note_of_false_ends_the_sweep(gpus: Gpus) -> None:
 
 
 async def test_a_call_that_hangs_is_left_out_until_it_came_back_and_its_answer_is_dropped(gpus: Gpus) -> None:
-    thread = WorkerThread("test", deadline=0.05)
+    thread = WorkerThread("test", deadline=HANGS_SECONDS)
     gpus.release[1] = threading.Event()
     sweep = Sweep(thread, gpus.ask)
     assert await sweep.over((0, 1, 2), gpus.note) == {1}
@@ -76,7 +81,7 @@ async def test_a_call_that_hangs_is_left_out_until_it_came_back_and_its_answer_i
 
 
 async def test_a_lane_that_refuses_is_told(gpus: Gpus) -> None:
-    thread = WorkerThread("test", deadline=0.02)
+    thread = WorkerThread("test", deadline=HANGS_SECONDS)
     steps = tuple(range(20, 30))
     gpus.release = {step: threading.Event() for step in steps}
     with pytest.raises(NvmlHung, match="the driver needs attention"):
