@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -309,24 +310,19 @@ async def test_share_of_a_pod_that_ended_while_its_kubelet_was_away_is_free_once
     assert kubelet.gpus_of(("default", "c"), "main")
 
 
-async def test_units_that_the_kubelet_keeps_for_a_pod_that_was_asked_after_are_left_to_it() -> None:
+@pytest.mark.parametrize("kept", [True, False])
+async def test_who_was_asked_after_leaves_what_its_kubelet_keeps_for_it(*, kept: bool) -> None:
     """It does not offer that one's memory; nor will it offer its cores, in the call to come."""
-    kubelet = KubeletModel(gpus=2, blocks=40)
-    kept, freed = pod("kept", share("main", 80, 30)), pod("freed", share("main", 30, 40))
-    for each in (kept, freed):
-        await kubelet.admit(each)
-    kubelet.heard = set()
-    kubelet.renewed = {each.key: changed(each, phase="Succeeded") for each in (kept, freed)}
-    new = pod("new", share("main", 30, 10))
+    kubelet = KubeletModel(gpus=1)
+    before, new = pod("before", share("main", 80, 20)), pod("new", share("main", 30, 10))
+    await kubelet.admit(before)
+    kubelet.heard = {new.key}
+    kubelet.renewed[before.key] = changed(before, phase="Succeeded")
     kubelet.api[new.key], kubelet.taken_up[new.key] = new, Admission(new)
-    kubelet.heard.add(new.key)
-    blocks = frozenset().union(
-        *(ids for (_, resource), ids in kubelet.taken_up[kept.key].held.items() if "memory" in resource)
-    )
-    ids = await kubelet.pairing.prefer(
-        PairMember.MEMORY, 10, sorted(kubelet.listed(PairMember.MEMORY) - blocks)
-    )
-    assert {each.partition("::")[0] for each in ids} == kubelet.gpus_of(freed.key, "main")
+    memory = kubelet.listed(PairMember.MEMORY)
+    offered = sorted(memory - kubelet.in_use(PairMember.MEMORY) if kept else memory)
+    with pytest.raises(PairRefused, match="do not fit") if kept else nullcontext():
+        await kubelet.pairing.prefer(PairMember.MEMORY, 10, offered)
 
 
 @in_virtual_time
