@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from agent.holdings.record import View
+from agent.kubelet.wire import Refused
 from agent.pairing.resolver import PairRefused
-from tests.unit.pairing.kubelet_model import KubeletModel, Refused
-from tests.unit.pairing.test_calls import pod, share
+from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 
 pytestmark = pytest.mark.anyio
 
