@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi, Query, understood
+from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi, Query, understood
 from agent.cluster.reflector import Item, PartialObject, Reflector
 from agent.model.pod import Metadata, Pod
 
@@ -187,4 +187,4 @@ class PodCache:
             with anyio.fail_after(MISS_SECONDS):
                 return understood(await self._api.get(path, query, deadline=MISS_SECONDS), kind, what)
         except TimeoutError as error:
-            raise ApiError(f"{what} could not be read within {MISS_SECONDS:g} s") from error
+            raise ApiUnavailable(f"{what} could not be read within {MISS_SECONDS:g} s") from error

@@ -9,7 +9,7 @@ from http import HTTPStatus
 import anyio
 import structlog
 
-from agent.cluster.api import ApiError, ApiRefused, KubeApi
+from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.cluster.pods import HASH_ANNOTATION, PodCache
 from agent.cluster.reviews import lacks_right
@@ -66,19 +66,19 @@ class ClusterPods(PodSource):
         try:
             return await self._cache.get(namespace, name)
         except ApiError as error:
-            raise PodsUnavailable(str(error)) from error
+            raise _unavailable(error) from error
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:
         try:
             return await self._cache.fetch(namespace, name)
         except ApiError as error:
-            raise PodsUnavailable(str(error)) from error
+            raise _unavailable(error) from error
 
     async def list_now(self) -> Collection[Pod]:
         try:
             return await self._cache.list_now()
         except ApiError as error:
-            raise PodsUnavailable(str(error)) from error
+            raise _unavailable(error) from error
 
     async def ask_after(self, pods: Mapping[str, PodKey]) -> None:
         """Ask for pods by their UIDs, each by its name: the next view knows which are over.
@@ -102,6 +102,11 @@ class ClusterPods(PodSource):
                     group.start_soon(ask, uid, key)
         while len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
+
+
+def _unavailable(error: ApiError) -> PodsUnavailable:
+    passing = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR or error.status == HTTPStatus.TOO_MANY_REQUESTS
+    return PodsUnavailable(str(error), away=passing or isinstance(error, ApiUnavailable))
 
 
 def _mirrors(pod: Pod, uid: str) -> bool:

@@ -81,6 +81,7 @@ class Pairing:
         self._state = PairState()
         self._read = -math.inf  # when the newest reading began that the state knows of
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
+        self._calls: list[float] = []  # when each of them came that is served or waits, by anyio's clock
         # When the call that is being served began: a promise may wait for it, and finding out who asks may
         # take longer than any promise lasts.
         self._serving_since = math.inf
@@ -218,7 +219,8 @@ class Pairing:
             call.size,
             self.ledger.reservations,
             refused,
-            lambda: not self._turn.statistics().tasks_waiting,
+            lambda: len(self._calls) == 1,
+            self._calls[0],
         )
         call = replace(call, now=self._clock())
         if facts.record is not None:
@@ -230,7 +232,9 @@ class Pairing:
             if facts.record is None or refusal.cause is not Cause.EXHAUSTED:
                 raise
             # A kubelet that was away may know of ends that neither the watch nor the checkpoint shows yet.
-            self._take_in(await self._resolver.confirmed(facts.record), facts.pods)
+            confirmed = await self._resolver.confirmed(facts.record)
+            self._take_in(confirmed, facts.pods)
+            call = replace(call, leftover=confirmed.leftover)
             reservation, hint_ignored = self.rules.reserve(self._state, call, asker)
         if hint_ignored:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
@@ -262,20 +266,25 @@ class Pairing:
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[Preferred | None]:
         """The answer before this call, if that was a preference; this call ends its use."""
-        async with self._turn:
-            self._forget_late()
-            preferred, self._preferred = self._preferred, None
-            self._serving_since = self._clock()
-            try:
-                yield preferred
-            except PairRefused as refusal:
-                if refusal.pod is None:
-                    self.stats.refused += 1
-                else:
-                    self.turn_away(refusal.pod, str(refusal))
-                raise
-            finally:
-                self._serving_since = math.inf
+        arrived = anyio.current_time()
+        self._calls.append(arrived)
+        try:
+            async with self._turn:
+                self._forget_late()
+                preferred, self._preferred = self._preferred, None
+                self._serving_since = self._clock()
+                try:
+                    yield preferred
+                except PairRefused as refusal:
+                    if refusal.pod is None:
+                        self.stats.refused += 1
+                    else:
+                        self.turn_away(refusal.pod, str(refusal))
+                    raise
+                finally:
+                    self._serving_since = math.inf
+        finally:
+            self._calls.remove(arrived)
 
     def _forget_late(self) -> None:
         now = min(self._clock(), self._serving_since)

@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import anyio
@@ -50,6 +50,11 @@ class PairRefused(Exception):
 
 class PodsUnavailable(Exception):
     """A pod's spec cannot be read now; the text says why."""
+
+    def __init__(self, message: str, *, away: bool = True) -> None:
+        """`away`: the API server did not answer, as one that restarts; else it did, with nothing of use."""
+        self.away = away
+        super().__init__(message)
 
 
 class PodSource:
@@ -189,11 +194,14 @@ MISS_SECONDS = 1.0
 # The kubelet may ask a moment before its own records, or the watch, show the pod.
 TRIES = 4
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.3
+AWAY_PAUSE_SECONDS = 2.0  # of an API server that does not answer, and is asked for up to 110 pods each time
 # Kubelets before 1.34 go on listing a pod that was just rejected, which may look like one that asks until the
 # API server shows its end; and one that restarts answers a moment later. A refusal ends a pod for good, and
 # nothing but other pods waits meanwhile.
 DOUBT_SECONDS = 10.0
-# All pods of the node wait for that: so much at once in all calls together, and a tenth of the time for long.
+# All pods of the node wait for that: so much at once in all calls together, and a tenth of the time for long;
+# for an API server that does not answer as much again, and only while no other call waits in line: containers
+# of pods that were admitted without their resource ask at each start, beside the one admission.
 DOUBT_TOTAL_SECONDS = 30.0
 DOUBT_SHARE = 0.1
 RETRY = "create the pod again"
@@ -206,6 +214,40 @@ class Facts:
     unknown: frozenset[PodKey] = frozenset()  # listed pods whose spec cannot be read
     absent: frozenset[PodKey] = frozenset()  # listed pods that the API server does not know
     problem: str = ""  # why neither the record nor the API server says who may be asking
+
+    @property
+    def known(self) -> bool:
+        return not (self.unknown or self.problem)
+
+
+@dataclass
+class _Answers:
+    """Answers of the API server during one call, and its failures to give one."""
+
+    # By a pod's names, or by the UID of an older copy. None: there is no such pod.
+    pods: dict[PodKey | str, Pod | PodsUnavailable | None] = field(default_factory=dict)
+    told: set[PodKey] = field(default_factory=set)  # whose failures were logged
+    useless: bool = False  # it did answer, with a refusal or what is no pod: that is not waited for
+
+    async def ask(self, which: PodKey | str, key: PodKey, read: Callable[..., Awaitable[Pod | None]]) -> None:
+        """Read a pod, once in the call unless the answer was forgotten since."""
+        if which in self.pods:
+            return
+        self.pods[which] = PodsUnavailable("no answer in time")  # where the call is given up
+        try:
+            self.pods[which] = await read(*key)
+        except PodsUnavailable as error:
+            self.pods[which] = error
+            self.useless = self.useless or not error.away
+            if key not in self.told:
+                self.told.add(key)
+                log.info("pod_unreadable", pod="/".join(key), problem=str(error))
+
+    def forget(self, alike: Collection[PodKey]) -> None:
+        """Have these and those that were asked for in vain be asked for again."""
+        vain = {which for which, each in self.pods.items() if isinstance(each, PodsUnavailable)}
+        for which in vain.union(alike):
+            self.pods.pop(which, None)
 
 
 @dataclass
@@ -227,7 +269,7 @@ class RequesterResolver:
         self._record = record
         self._source = source
         self._newest: tuple[Record, PairHoldings] = (Record(), PairHoldings())
-        self._doubt = Doubt()
+        self._alike, self._away = Doubt(), Doubt()  # pods that look alike; an API server that does not answer
 
     def held(self, record: Record | None) -> PairHoldings:
         """The part of a record that concerns this pair: the same object while nothing of it changes."""
@@ -258,23 +300,26 @@ class RequesterResolver:
         reservations: Collection[Reservation],
         refused: Collection[str],
         alone: Callable[[], bool],
+        arrived: float,
     ) -> tuple[Facts, Asker]:
         """The container that asks for `size` units.
 
         `refused`: UIDs of pods that were turned away; one of them asks only if nobody else can. `alone`: no
-        other call waits. Raises PairRefused when nobody or more than one may be asking.
+        other call waits. `arrived`: when this one came, by anyio's clock. Raises PairRefused when nobody or
+        more than one may be asking.
         """
         began = counted = anyio.current_time()
-        give_up, doubt_ends = began + PATIENCE_SECONDS, began + self._doubt.seconds(began)
+        give_up = began + PATIENCE_SECONDS
+        alike_until, away_until = (arrived + each.seconds(began) for each in (self._alike, self._away))
         pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-        asked: dict[str, Pod | None] = {}
+        asked = _Answers()
         for attempt in itertools.count(1):
-            facts = await self._facts(member, give_up - anyio.current_time())
+            facts = await self._facts(member, give_up - anyio.current_time(), asked)
             found = self._askers(member, size, facts, reservations)
             if not found and facts.record:
                 # A listed pod whose known copy is over may have a namesake by now.
                 over = [key for key, pod in facts.pods.items() if pod.finished or pod.ending]
-                facts = await self._fetched(facts, facts.record, over, member)
+                facts = await self._fetched(facts, facts.record, over, member, asked)
                 found = self._askers(member, size, facts, reservations)
             if len(found) == 1:
                 before, facts = facts, await self._confirmed(facts, found[0], asked)
@@ -286,18 +331,26 @@ class RequesterResolver:
                 # by the next kubelet. The first is beside an admission, whose own call then waits; the second
                 # before that kubelet has heard of others, and by now who was just rejected is out.
                 found = [each for each in found if not each.pod.started] or found
-            known = not (facts.unknown or facts.problem)
-            if len(found) == 1 and known and not found[0].pod.ending:
+            if len(found) == 1 and facts.known and not found[0].pod.ending:
                 return facts, found[0]
-            # Equal pods are not the same: whose limits a container gets depends on who it is.
-            doubt = self._source.answers if facts.unknown else len(found) > 1 and known
             now = anyio.current_time()
+            if facts.known:
+                # Equal pods are not the same: whose limits a container gets depends on who it is.
+                doubt, budget, until = len(found) > 1, self._alike, alike_until
+            else:
+                doubt = self._source.answers and alone() and not asked.useless
+                budget, until = self._away, away_until
             if doubt:
-                self._doubt.spent, counted = self._doubt.spent + now - counted, now
-            if now >= give_up or (attempt >= TRIES and not (doubt and now < doubt_ends)):
+                budget.spent += now - counted
+            counted = now
+            if now >= give_up or (attempt >= TRIES and not (doubt and now < until)):
                 break
-            asked = {uid: fresh for uid, fresh in asked.items() if fresh}
-            await anyio.sleep(pauses.next())
+            if doubt:
+                # Their answers may come now, and the ends of pods that look alike.
+                asked.forget({each.pod.key for each in found} if facts.known else ())
+            pauses.longest = LONGEST_PAUSE_SECONDS if facts.known else AWAY_PAUSE_SECONDS
+            pause = pauses.next()
+            await anyio.sleep(pause if attempt < TRIES else min(pause, until - now))
         raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
 
     async def confirmed(self, record: Record) -> Record:
@@ -310,76 +363,63 @@ class RequesterResolver:
         held = self.held(facts.record)
         return askers(self._pair, member, size, facts.record, held, facts.pods.values(), reservations)
 
-    async def _facts(self, member: PairMember, deadline: float) -> Facts:
+    async def _facts(self, member: PairMember, deadline: float, asked: _Answers) -> Facts:
         record = await self.record(deadline)
         if record is None:
-            return await self._by_the_server()
+            return await self._by_the_server(asked)
         # A pod may have followed another of the same name: the one that goes is not asking.
         known = sorted(self._source.pods_on_node(), key=lambda pod: not (pod.finished or pod.ending))
         facts = Facts(record, pods := {pod.key: pod for pod in known})
-        return await self._fetched(facts, record, record.pods - pods.keys(), member)
+        return await self._fetched(facts, record, record.pods - pods.keys(), member, asked)
 
-    async def _by_the_server(self) -> Facts:
+    async def _by_the_server(self, asked: _Answers) -> Facts:
         """All pods of the node, read now: a watch may be mute, and no record shows what has come since."""
         try:
             return Facts(None, {pod.key: pod for pod in await self._source.list_now()})
         except PodsUnavailable as error:
             log.warning("pods_unavailable", problem=str(error))
+            asked.useless = not error.away
             return Facts(None, {}, problem=str(error))
 
-    async def _confirmed(self, facts: Facts, asker: Asker, asked: dict[str, Pod | None]) -> Facts:
+    async def _confirmed(self, facts: Facts, asker: Asker, asked: _Answers) -> Facts:
         """With a fresh copy of the only one that may be asking, where the copy may be of a pod that is over.
 
         Its successor of the same name is another pod: with limits, a namespace's policy and a UID of its own.
-        `asked`: fresh copies of this call by the older copy's UID; None: the API server did not answer.
         """
         pod = asker.pod
         waits = pod.status.phase == "Pending"
         if facts.record is None or (self._source.current() and waits):
             return facts
-        if pod.uid not in asked:
-            asked[pod.uid] = None
-            try:
-                fresh = await self._source.fetch(*pod.key)
-            except PodsUnavailable as error:
-                log.info("pod_unreadable", pod="/".join(pod.key), problem=str(error))
-            else:
-                if fresh is None:
-                    pods = {key: each for key, each in facts.pods.items() if key != pod.key}
-                    del asked[pod.uid]
-                    return replace(facts, pods=pods, absent=facts.absent | {pod.key})
-                asked[pod.uid] = fresh
-        if known := asked[pod.uid]:
-            return replace(facts, pods={**facts.pods, pod.key: known})
-        # One that waits by the copy is most likely the same; one that runs was served before.
-        return facts if waits else replace(facts, unknown=facts.unknown | {pod.key})
+        await asked.ask(pod.uid, pod.key, self._source.fetch)
+        fresh = asked.pods[pod.uid]
+        if isinstance(fresh, PodsUnavailable):
+            # One that waits by the copy is most likely the same; one that runs was served before.
+            return facts if waits else replace(facts, unknown=facts.unknown | {pod.key})
+        if fresh is None:
+            pods = {key: each for key, each in facts.pods.items() if key != pod.key}
+            return replace(facts, pods=pods, absent=facts.absent | {pod.key})
+        return replace(facts, pods={**facts.pods, pod.key: fresh})
 
     async def _fetched(
-        self, facts: Facts, record: Record, keys: Collection[PodKey], member: PairMember
+        self, facts: Facts, record: Record, keys: Collection[PodKey], member: PairMember, asked: _Answers
     ) -> Facts:
         """With fresh copies of those pods that are listed and lack something of a member."""
         listed = [Holder(*names) for names in record.containers if names[:2] in keys] if keys else []
         missing = {one.pod_key for one in listed if (one, member) not in self.held(record).by_place}
-        found: dict[PodKey, Pod | None] = {}
-
-        async def fetch(key: PodKey) -> None:
-            try:
-                found[key] = await self._source.get(*key)
-            except PodsUnavailable as error:
-                log.info("pod_unreadable", pod="/".join(key), problem=str(error))
-
         with anyio.move_on_after(MISS_SECONDS):
             async with anyio.create_task_group() as group:
                 for key in missing:
-                    group.start_soon(fetch, key)
-        fresh = {key: pod for key, pod in found.items() if pod is not None}
-        unknown = facts.unknown | (missing - found.keys() - facts.pods.keys())
-        absent = facts.absent | (found.keys() - fresh.keys())
-        return Facts(record, {**facts.pods, **fresh}, unknown, absent)
+                    group.start_soon(asked.ask, key, key, self._source.get)
+        said = {key: asked.pods[key] for key in missing}
+        fresh = {key: pod for key, pod in said.items() if isinstance(pod, Pod)}
+        absent = {key for key, pod in said.items() if pod is None}
+        unknown = missing - fresh.keys() - absent
+        return Facts(record, {**facts.pods, **fresh}, facts.unknown | unknown, facts.absent | absent)
 
 
 def _nobody(facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:
-    keys = [each.pod.key for each in found if not each.pod.ending or len(found) > 1] + sorted(facts.unknown)
+    waiting = [each.pod.key for each in found if not each.pod.ending or len(found) > 1]
+    keys = list(dict.fromkeys([*waiting, *sorted(facts.unknown)]))
     if facts.problem:
         text = (
             f"who asks for {asked} is not known, and nothing is guessed: neither the kubelet's PodResources "

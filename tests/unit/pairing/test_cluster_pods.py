@@ -8,7 +8,7 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
-from agent.cluster.api import ApiRefused, ApiUnavailable
+from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable
 from agent.cluster.event_recorder import Event
 from agent.cluster.pods import HASH_ANNOTATION, CgroupUids
 from agent.cluster.reflector import Reflector
@@ -86,6 +86,18 @@ async def test_an_api_that_is_away_is_told_apart_from_a_pod_that_is_not_there() 
     cache.problem = ApiUnavailable("connection refused")
     with pytest.raises(PodsUnavailable, match="connection refused"):
         await source.get("ns", "p")
+    # One that restarts is waited for; one that answers with nothing of use is not.
+    for problem, away in (
+        (cache.problem, True),
+        (ApiRefused(503, "starting"), True),
+        (ApiRefused(429, "too many"), True),
+        (ApiRefused(403, "forbidden"), False),
+        (ApiError("another object"), False),
+    ):
+        cache.problem = problem
+        with pytest.raises(PodsUnavailable) as raised:
+            await source.get("ns", "p")
+        assert raised.value.away is away
 
 
 class Api:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -309,6 +310,21 @@ async def test_share_of_a_pod_that_ended_while_its_kubelet_was_away_is_free_once
     assert kubelet.gpus_of(("default", "c"), "main")
 
 
+@pytest.mark.parametrize("kept", [True, False])
+async def test_who_was_asked_after_leaves_what_its_kubelet_keeps_for_it(*, kept: bool) -> None:
+    """It does not offer that one's memory; nor will it offer its cores, in the call to come."""
+    kubelet = KubeletModel(gpus=1)
+    before, new = pod("before", share("main", 80, 20)), pod("new", share("main", 30, 10))
+    await kubelet.admit(before)
+    kubelet.heard = {new.key}
+    kubelet.renewed[before.key] = changed(before, phase="Succeeded")
+    kubelet.api[new.key], kubelet.taken_up[new.key] = new, Admission(new)
+    memory = kubelet.listed(PairMember.MEMORY)
+    offered = sorted(memory - kubelet.in_use(PairMember.MEMORY) if kept else memory)
+    with pytest.raises(PairRefused, match="do not fit") if kept else nullcontext():
+        await kubelet.pairing.prefer(PairMember.MEMORY, 10, offered)
+
+
 @in_virtual_time
 async def test_without_specs_nothing_is_guessed() -> None:
     kubelet = KubeletModel()
@@ -331,6 +347,7 @@ async def test_without_records_one_waiting_pod_is_enough() -> None:
         await kubelet.admit(pod("b", share("main", 10, 5)))
 
 
+@in_virtual_time
 async def test_with_nothing_readable_nothing_is_given() -> None:
     kubelet = KubeletModel()
     kubelet.records_readable = kubelet.specs_readable = False
@@ -439,6 +456,7 @@ async def test_a_pod_that_was_served_asks_for_nothing_where_nobody_can_say_that_
     assert len(await kubelet.pairing.prefer(PairMember.CORE, 20, free)) == 20
 
 
+@in_virtual_time
 async def test_no_pod_of_an_old_copy_is_guessed_without_the_kubelets_record() -> None:
     """One that neither the record nor the watch shows may be asking for as much, of another namespace."""
     kubelet = KubeletModel()
