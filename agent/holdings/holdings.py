@@ -118,6 +118,11 @@ class HoldingsWatch:
         """When the newest reading began, by the monotonic clock in seconds."""
         return self._record.listed.began
 
+    @property
+    def published(self) -> float:
+        """The same of the newest reading of which `cell` shows all, also where it brought nothing new."""
+        return -math.inf if self._differs else self.began
+
     def gpus_by_pod(self) -> dict[str, frozenset[str]]:
         """The GPUs that each pod holds something of, by the pod's UID, or held until its object went."""
         found = {

@@ -10,7 +10,7 @@ Calls are served one at a time, within the time that `agent.kubelet.service` giv
 
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -28,6 +28,8 @@ log = structlog.get_logger()
 # The kubelet's Allocate follows its GetPreferredAllocation at once. One that comes later, in seconds, is not
 # taken for the same container's without another look.
 PROMPT_SECONDS = 1.0
+# The kubelet records what an Allocate gave some milliseconds after it: an earlier reading says nothing of it.
+RECORDED_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +246,9 @@ class Pairing:
         self._read = max(self._read, record.began)
         # When reservations expire at the latest that were made before the reading began.
         covers = record.began + self.rules.reservation_seconds
-        held = self._resolver.held(record)
+        held, before = self._resolver.held(record), self.ledger.reservations
         self._become(self._state.observed(held, record.pods, covers, pods))
+        self._count_expired(before, min(self._clock(), self._serving_since))
         if self._continuing.until <= covers and self._continuing.pod not in record.pods:
             self._continue_nowhere()
 
@@ -288,19 +291,25 @@ class Pairing:
 
     def _forget_late(self) -> None:
         now = min(self._clock(), self._serving_since)
+        read = max(self._read, self._resolver.published)
 
         def over(reservation: Reservation) -> bool:
             # What was granted is held until a reading that began later says otherwise, whatever its age.
-            granted_at = reservation.expires - self.rules.reservation_seconds
-            return reservation.expires <= now and (not reservation.granted or granted_at <= self._read)
+            recorded_at = reservation.expires - self.rules.reservation_seconds + RECORDED_SECONDS
+            return reservation.expires <= now and (not reservation.granted or recorded_at <= read)
 
-        for reservation in self.ledger.reservations:
-            if over(reservation) and not reservation.complete:
-                self.stats.expired += 1
-                log.info("promise_expired", container=str(reservation.holder), gpu=",".join(reservation.gpus))
+        before = self.ledger.reservations
         self._become(self._state.without(over))
+        self._count_expired(before, now)
         if self._continuing.until <= now:
             self._continue_nowhere()
+
+    def _count_expired(self, before: Iterable[Reservation], now: float) -> None:
+        left = {each.holder for each in self.ledger.reservations}
+        for reservation in before:
+            if reservation.expires <= now and not reservation.complete and reservation.holder not in left:
+                self.stats.expired += 1
+                log.info("promise_expired", container=str(reservation.holder), gpu=",".join(reservation.gpus))
 
     def _continue_nowhere(self) -> None:
         """No later container is waited for."""

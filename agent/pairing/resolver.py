@@ -281,6 +281,11 @@ class RequesterResolver:
             self._newest = (record, before if found == before else found)
         return self._newest[1]
 
+    @property
+    def published(self) -> float:
+        """When the newest reading began of which everybody knows all, by the monotonic clock in seconds."""
+        return self._record.published
+
     def known(self, key: PodKey) -> Pod | None:
         """A pod of this node as last seen; None: not known now."""
         return next((pod for pod in self._source.pods_on_node() if pod.key == key), None)

@@ -4,6 +4,7 @@ After kubelet 1.36, `pkg/kubelet/cm/devicemanager/manager.go`: containers in ord
 in random order, units of plain init containers handed on unasked, short preferences filled up at random.
 """
 
+import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -130,6 +131,10 @@ class KubeletModel(PodSource):
         )
         self._last_heard = self.heard
         return self._record.joined
+
+    @property
+    def published(self) -> float:
+        return self._record.listed.began if self._record.joined == self.cell.value else -math.inf
 
     def checkpoint(self) -> Entries:
         return {
