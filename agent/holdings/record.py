@@ -270,14 +270,14 @@ def join(
     before_heard = before.heard_of if same_kubelet else frozenset()
     by_pod = _by_pod(before, entries, view, keys, before_heard)
     inherited = _inherited(before.inherited if same_kubelet else None, by_pod, read=read)
-    matches = _matches(before, listed, by_pod, view)
+    # Entries of before have what this kubelet has forgotten, too.
+    written = entries.keys() if read else entries.keys() - _forgotten(before)
+    matches = _matches(before, listed, by_pod, view, written)
     named = {uid: _key(match) for uid, found in matches.items() for match in found.values()}
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
     unnamed = keys - alive - set(named.values())
     unseen = unnamed - {pod.key for pod in view.pods.values()}
-    # Entries of before have what this kubelet has forgotten, too.
-    written = entries.keys() if read else entries.keys() - _forgotten(before)
 
     def handed_on(pod: PodEvidence) -> bool:
         """Whether the kubelet lists any of its units for another one."""
@@ -408,9 +408,13 @@ def _by_pod(
 
 
 def _matches(
-    before: Evidence, listed: Record, by_pod: Mapping[str, Mapping[Place, frozenset[str]]], view: View
+    before: Evidence,
+    listed: Record,
+    by_pod: Mapping[str, Mapping[Place, frozenset[str]]],
+    view: View,
+    written: Collection[_Place],
 ) -> dict[str, dict[Place, Holding]]:
-    """The listed holdings that are those of a UID.
+    """The listed holdings that are those of a UID. `written`: what the checkpoint has.
 
     The checkpoint may be older than the list, in which another pod has the same units by now.
     """
@@ -418,6 +422,16 @@ def _matches(
     # Nor are the units of a pod that is listed by its own name those of a UID that nobody knows any more.
     owners = {pod.key: uid for uid, pod in view.pods.items() if not pod.finished}
     found: dict[str, dict[Place, Holding]] = {}
+
+    def is_another(key: PodKey, uid: str) -> bool:
+        """Whether a listed pod lacks what was written down of a UID before: its own it has until it ends."""
+        return any(
+            (*key, place[0]) in listed.containers
+            and (uid, *place) in written
+            and ((match := shown.get((*place, ids))) is None or _key(match) != key)
+            for place, ids in by_pod[uid].items()
+        )
+
     for uid, held in by_pod.items():
         called = view.pods[uid].key if uid in view.pods else before.pods.get(uid, UNKNOWN).key
         former = before.names.get(uid)  # rules others out, and takes nothing of a namesake's
@@ -425,7 +439,8 @@ def _matches(
             if (match := shown.get((*place, ids))) is None:
                 continue
             key = _key(match)
-            if called == key or (called is None and former in (None, key) and owners.get(key, uid) == uid):
+            may_be = called is None and former in (None, key) and owners.get(key, uid) == uid
+            if called == key or (may_be and not is_another(key, uid)):
                 found.setdefault(uid, {})[place] = match
     return found
 

@@ -268,6 +268,32 @@ async def test_an_ended_pods_units_do_not_name_it_after_the_next_which_the_watch
     assert await node.held() == {("train-1", "main", A)}
 
 
+@pytest.mark.parametrize("read", ["", "before"])
+async def test_a_pod_that_lacks_what_the_file_has_of_an_ended_one_is_not_that_one(
+    node: Node, read: str
+) -> None:
+    """Storm 28: a pod ended at once, unseen by the watch; what else it had held counted as the next one's."""
+    node.complete = False
+    node.kubelet.pods = {"train-0": {"main": A, "side": ""}}
+    assert await node.held() == {("train-0", "main", A)}
+    node.kubelet.records(("u", "main", A), ("u", "side", B))
+    node.kubelet.pods = {"train-1": {"main": "", "side": ""}}
+    if read:
+        await node.held()
+    node.kubelet.pods = {"train-1": {"main": A, "side": ""}}
+    assert await node.held() == {("train-1", "main", A)}
+    node.kubelet.pods = {"train-1": {"main": A, "side": B}}
+    assert await node.held() == {("train-1", "main", A), ("train-1", "side", B)}
+
+
+async def test_a_pod_that_has_more_than_the_file_says_is_that_of_the_file(node: Node) -> None:
+    """It is being admitted while the API server is away, to an agent that has just started."""
+    node.complete = False
+    node.kubelet.records(("u", "prepare", B), ("u", "main", A))
+    node.kubelet.pods = {"train-0": {"main": A, "side": C}}
+    assert await node.held() == {("train-0", "prepare", B), ("train-0", "main", A), ("train-0", "side", C)}
+
+
 @pytest.mark.parametrize("times", [1, 9])
 async def test_kubelet_restarts_during_a_reading(node: Node, times: int) -> None:
     """Between its answer and the look at whose socket it is: the answer is of the one before."""
