@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import yaml
@@ -20,6 +21,7 @@ from tests.cluster.install_fixtures import (  # noqa: F401  fixtures
 from tests.cluster.installation import NAMESPACE, Installation
 from tests.cluster.rig import REPOSITORY
 from tests.cluster.waiting import NotYet, eventually
+from tests.pace import scaled
 
 HOUR = ROOT / "docs" / "first-hour.md"
 DEVELOPERS = ROOT / "docs" / "developers.md"
@@ -141,6 +143,17 @@ def test_first_hour_is_true(installation: Installation, tmp_path: Path) -> None:
     assert sum(len(block.splitlines()) for block, _ in found) == len(re.findall(r"^    ", text, re.MULTILINE))
     for block, shown in found:
         commands = block.replace("config/examples/first-hour", str(tmp_path)).split("\n")[:-1]
-        seen = "".join(run(site, HOUR.name, each.strip(), tmp_path).rstrip("\n") + "\n" for each in commands)
         gaps = [re.escape(each.replace("NODE", site.cluster.node)) for each in shown.split("...")]
-        assert re.fullmatch(".*".join(gaps), seen, re.DOTALL), f"{block}\n{seen}"
+        expected = re.compile(".*".join(gaps), re.DOTALL)
+        *before, last = [each.strip() for each in commands]
+        seen = "".join(_lines(run(site, HOUR.name, each, tmp_path)) for each in before)
+        deadline = time.monotonic() + scaled(10)
+        while not expected.fullmatch(seen + (end := _lines(run(site, HOUR.name, last, tmp_path)))):
+            # A pod is Ready before its container has written all that it has to say.
+            assert last.startswith("kubectl logs"), f"{block}\n{seen}{end}"
+            assert time.monotonic() < deadline, f"{block}\n{seen}{end}"
+            time.sleep(0.5)
+
+
+def _lines(text: str) -> str:
+    return text.rstrip("\n") + "\n"
