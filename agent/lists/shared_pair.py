@@ -109,6 +109,7 @@ class Sharing:
 class _Chunk:
     """One GPU's part of a list: `key` says what it was made from."""
 
+    gpu: str
     key: object
     data: bytes
     listed: int
@@ -256,7 +257,9 @@ class SharedPairPlugin:
         """Nothing to do: not asked for."""
 
     def _encoded(self) -> list[bytes]:
-        return [data for each in self._parts(self._shares.modes.value) if (data := each.data)]
+        parts = list(self._parts(self._shares.modes.value))
+        self._shares.pairing.listed(self._member, {each.gpu: each.healthy for each in parts})
+        return [data for each in parts if (data := each.data)]
 
     def _parts(self, assignment: Assignment) -> Iterator[_Chunk]:
         """The part of each GPU, in order of index: all of its units, the kept ones, or none."""
@@ -297,7 +300,7 @@ class SharedPairPlugin:
             ids = pool.ids(self._member)
             listed = ids if keep is None else [each for each in ids if each in keep]
             count = len(listed)
-            known = _Chunk(key, wire.devices(listed, healthy), count, count if healthy else 0)
+            known = _Chunk(pool.gpu, key, wire.devices(listed, healthy), count, count if healthy else 0)
             if keep is None:
                 self._whole[pool.gpu, healthy] = known
             else:

@@ -103,8 +103,13 @@ class PairRules:
     whole: WholeChooser = lowest
     node: str = ""
 
-    def reserve(self, state: PairState, call: Call, asker: Asker) -> tuple[Reservation, str]:
-        """A reservation for the asker, and why the scheduler's choice is not followed. Raises PairRefused."""
+    def reserve(
+        self, state: PairState, call: Call, asker: Asker, unsettled: Collection[str] = ()
+    ) -> tuple[Reservation, str]:
+        """A reservation for the asker, and why the scheduler's choice is not followed. Raises PairRefused.
+
+        `unsettled`: GPUs that are chosen only where no other has room.
+        """
         holder, ledger = asker.holder, state.ledger
         existing = ledger.reservation(holder)
         if existing and (existing.pod.uid != asker.pod.uid or not existing.granted):
@@ -123,14 +128,13 @@ class PairRules:
             taken = self._taken(state, holder, own, call)
             reserved = frozenset(existing.gpus) if existing else NOTHING
             tied = {each.partition(SEPARATOR)[0] for each in own} | reserved
-            choice = place(
-                ledger.free_gpus(holder, taken, own),
-                group.peak if group and not tied else demand,
-                policy_of(asker.pod, self.policy),
-                hint_of(asker.pod, holder.container, self.node, group.containers if group else ()),
-                self.whole,
-                tied,
-            )
+            hint = hint_of(asker.pod, holder.container, self.node, group.containers if group else ())
+            wanted = group.peak if group and not tied else demand
+            rooms = ledger.free_gpus(holder, taken, own)
+            settled = {gpu: room for gpu, room in rooms.items() if gpu not in unsettled}
+            if not (hint or tied or wanted.whole) and any(room.fits(wanted) for room in settled.values()):
+                rooms = settled
+            choice = place(rooms, wanted, policy_of(asker.pod, self.policy), hint, self.whole, tied)
         except Impossible as problem:
             raise PairRefused(str(problem), Cause.INVALID, asker.pod) from problem
         except NoRoom as problem:

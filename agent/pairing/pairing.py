@@ -28,6 +28,9 @@ log = structlog.get_logger()
 # The kubelet's Allocate follows its GetPreferredAllocation at once. One that comes later, in seconds, is not
 # taken for the same container's without another look.
 PROMPT_SECONDS = 1.0
+# The kubelet takes in the lists of both members one after the other, on a busy node some tenths of a second
+# after they were sent.
+SETTLED_SECONDS = 1.0
 # The kubelet records what an Allocate gave some milliseconds after it: an earlier reading says nothing of it.
 RECORDED_SECONDS = 1.0
 
@@ -90,6 +93,8 @@ class Pairing:
         # The pod whose later containers are still to be admitted.
         self._continuing = Continuing()
         self._preferred: Preferred | None = None  # None: the last call was another one
+        # Healthy units of each GPU on the list of a member, and when they became more.
+        self._listed: dict[PairMember, dict[str, tuple[int, float]]] = {}
 
     @property
     def ledger(self) -> Ledger:
@@ -123,6 +128,27 @@ class Pairing:
         if self._continuing.uid in record.ended:
             self._continue_nowhere()
         self._forget_late()
+
+    def listed(self, member: PairMember, healthy: Mapping[str, int]) -> None:
+        """Take in how many healthy units of each GPU the list of a member has now."""
+        before, now = self._listed.get(member, {}), self._clock()
+        self._listed[member] = {
+            gpu: (count, known[1] if (known := before.get(gpu)) and count <= known[0] else now)
+            for gpu, count in healthy.items()
+        }
+
+    def _unsettled(self) -> frozenset[str]:
+        """GPUs of which the kubelet may have one member's units and not yet the other's.
+
+        A pod that gets the first of such a GPU is refused at the second.
+        """
+        since = self._clock() - SETTLED_SECONDS
+        return frozenset(
+            gpu
+            for member, counts in self._listed.items()
+            for gpu, pool in self.ledger.pools.items()
+            if (known := counts.get(gpu)) is None or known[0] < len(pool.ids(member)) or known[1] > since
+        )
 
     async def reconcile(self) -> None:
         if record := await self._resolver.record():
@@ -229,7 +255,7 @@ class Pairing:
             self._take_in(facts.record, facts.pods)
             call = replace(call, leftover=facts.record.leftover)
         try:
-            reservation, hint_ignored = self.rules.reserve(self._state, call, asker)
+            reservation, hint_ignored = self.rules.reserve(self._state, call, asker, self._unsettled())
         except PairRefused as refusal:
             if facts.record is None or refusal.cause is not Cause.EXHAUSTED:
                 raise
@@ -237,7 +263,7 @@ class Pairing:
             confirmed = await self._resolver.confirmed(facts.record)
             self._take_in(confirmed, facts.pods)
             call = replace(call, leftover=confirmed.leftover)
-            reservation, hint_ignored = self.rules.reserve(self._state, call, asker)
+            reservation, hint_ignored = self.rules.reserve(self._state, call, asker, self._unsettled())
         if hint_ignored:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
         return reservation

@@ -13,7 +13,7 @@ from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.pod import Stage
 from agent.pairing.resolver import PairRefused
 from agent.settings import load
-from tests.unit.pairing.asking import InOrder
+from tests.unit.pairing.asking import InOrder, index
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 
 SEEDS = range(20)
@@ -219,3 +219,36 @@ async def test_a_second_half_that_comes_late_lies_where_the_first_does(seconds: 
         assert await outcome(kubelet.admit(spread, late)) == "runs"
         (gpu,) = kubelet.gpus_of(spread.key, "main")
         assert gpu not in kubelet.gpus_of(("default", "filler"), "main")
+
+
+async def test_a_gpu_of_which_the_kubelet_may_lack_units_is_chosen_where_no_other_has_room() -> None:
+    """On the cluster a pod got cores of a GPU whose memory had not reached the kubelet, and was refused."""
+    kubelet = KubeletModel(gpus=2)
+
+    def listed(*without_memory: int) -> None:
+        for member in PairMember:
+            counts = {
+                pool.gpu: 0
+                if member is PairMember.MEMORY and pool.index in without_memory
+                else len(pool.ids(member))
+                for pool in kubelet.pairing.ledger.pools.values()
+            }
+            kubelet.pairing.listed(member, counts)
+
+    async def gpu_of(name: str, cores: int) -> int:
+        await kubelet.admit(pod(name, share("main", cores, 4)))
+        (found,) = index(kubelet, ("default", name))
+        return found
+
+    listed()
+    assert await gpu_of("first", 60) == 0
+    listed(0)
+    kubelet.now += 5.0
+    assert await gpu_of("while it is withheld", 10) == 1
+    listed()
+    kubelet.now += 0.5
+    assert await gpu_of("just after", 10) == 1
+    kubelet.now += 1.0
+    assert await gpu_of("settled", 10) == 0
+    listed(1)
+    assert await gpu_of("too large for the other", 75) == 1
