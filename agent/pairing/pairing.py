@@ -317,12 +317,13 @@ class Pairing:
 
     def _forget_late(self) -> None:
         now = min(self._clock(), self._serving_since)
-        read = max(self._read, self._resolver.published)
 
         def over(reservation: Reservation) -> bool:
             # What was granted is held until a reading that began later says otherwise, whatever its age.
             recorded_at = reservation.expires - self.rules.reservation_seconds + RECORDED_SECONDS
-            return reservation.expires <= now and (not reservation.granted or recorded_at <= read)
+            return reservation.expires <= now and (
+                not reservation.granted or recorded_at <= max(self._read, self._resolver.published)
+            )
 
         before = self.ledger.reservations
         self._become(self._state.without(over))

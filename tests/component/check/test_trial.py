@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import pytest
@@ -16,7 +16,7 @@ import yaml
 from agent.check import trial
 from agent.check.trial import TrialFailed, TrialOptions, attempt
 from agent.cli.main import main
-from agent.cluster.api import ApiRefused, KubeApi
+from agent.cluster.api import ApiRefused, KubeApi, Query
 from agent.model.modes import Mode
 from tests.cluster.rig import REPOSITORY
 from tests.component.cluster.scripted import serving
@@ -154,15 +154,16 @@ async def test_what_went_wrong_is_told_and_the_pod_taken_away(phase: Answer, log
     assert here.deleted
 
 
-class Full:
+class Full(KubeApi):
     """An API server in memory whose cluster has no room: the pod waits."""
 
     def __init__(self, *, deletes: bool) -> None:
+        super().__init__(None, None)
         self._deletes = deletes
         self._there = True
 
-    async def get(self, path: str, _: object = None, deadline: float = 0) -> bytes:
-        del deadline
+    async def get(self, path: str, query: Query = None, deadline: float = 0.0) -> bytes:
+        del query, deadline
         if path == "/api/v1/nodes":
             return json.dumps({"items": [node(OFFERED)]}).encode()
         if not self._there:
@@ -170,10 +171,12 @@ class Full:
         waits = {"type": "PodScheduled", "message": "0/1 nodes"}
         return json.dumps(pod_object("Pending", conditions=[waits])).encode()
 
-    async def post(self, *_: object) -> bytes:
+    async def post(self, path: str, body: object, deadline: float = 0.0, query: Query = None) -> bytes:
+        del path, body, deadline, query
         return b"{}"
 
-    async def delete(self, *_: object) -> bytes:
+    async def delete(self, path: str, query: Query = None, deadline: float = 0.0) -> bytes:
+        del path, query, deadline
         self._there = not self._deletes
         return b"{}"
 
@@ -184,7 +187,7 @@ async def test_a_pod_that_waits_too_long_is_taken_away(deletes: bool) -> None:
     said: list[str] = []
     options = TrialOptions(namespace="team", image="busybox", seconds=180)
     with pytest.raises(TrialFailed, match=r"after 180 s .* 0/1 nodes"):
-        await attempt(cast("KubeApi", Full(deletes=deletes)), options, said.append)
+        await attempt(Full(deletes=deletes), options, said.append)
     assert any("it is still there after 10 s" in line for line in said) is not deletes
 
 
