@@ -52,7 +52,6 @@ class Listener:
         channel = stack.enter_context(grpc.insecure_channel(f"unix:{socket}"))
         watch = channel.unary_stream("/v1beta1.DevicePlugin/ListAndWatch")
         stream = watch(b"", wait_for_ready=True)
-        stack.callback(stream.cancel)
 
         def read() -> None:
             try:
@@ -68,6 +67,7 @@ class Listener:
         thread = threading.Thread(target=read, name=f"lists of {resource}")
         thread.start()
         stack.callback(thread.join, 10)
+        stack.callback(stream.cancel)  # first, for the thread reads until then
 
     def closing(self) -> None:
         """Streams end from now on because this side wants it."""
