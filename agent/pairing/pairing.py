@@ -274,7 +274,7 @@ class Pairing:
         covers = record.began + self.rules.reservation_seconds
         held, before = self._resolver.held(record), self.ledger.reservations
         self._become(self._state.observed(held, record.pods, covers, pods))
-        self._count_expired(before, min(self._clock(), self._serving_since))
+        self._count_expired(before)
         if self._continuing.until <= covers and self._continuing.pod not in record.pods:
             self._continue_nowhere()
 
@@ -315,8 +315,12 @@ class Pairing:
         finally:
             self._calls.remove(arrived)
 
+    def _late_by(self) -> float:
+        """The clock by which reservations are late: a call that is being served stops it."""
+        return min(self._clock(), self._serving_since)
+
     def _forget_late(self) -> None:
-        now = min(self._clock(), self._serving_since)
+        now = self._late_by()
 
         def over(reservation: Reservation) -> bool:
             # What was granted is held until a reading that began later says otherwise, whatever its age.
@@ -327,11 +331,13 @@ class Pairing:
 
         before = self.ledger.reservations
         self._become(self._state.without(over))
-        self._count_expired(before, now)
+        self._count_expired(before)
         if self._continuing.until <= now:
             self._continue_nowhere()
 
-    def _count_expired(self, before: Iterable[Reservation], now: float) -> None:
+    def _count_expired(self, before: Iterable[Reservation]) -> None:
+        """Count those of `before` that are gone and whose second member nobody came for in time."""
+        now = self._late_by()
         left = {each.holder for each in self.ledger.reservations}
         for reservation in before:
             if reservation.expires <= now and not reservation.complete and reservation.holder not in left:
