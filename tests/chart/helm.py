@@ -85,7 +85,7 @@ def _templated(*arguments: str) -> str:
 def parsed(text: str) -> list[Manifest]:
     """Objects of a text, by libyaml: PyYAML's own reader takes six times as long as helm."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return [found for found in yaml.load_all(text, loader) if found]  # noqa: S506  both are safe loaders
+    return [found for found in yaml.load_all(text, loader) if found]
 
 
 def one(objects: Sequence[Manifest], kind: str, ending: str = "") -> Manifest:
