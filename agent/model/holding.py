@@ -216,6 +216,7 @@ class UnitPool:
     block_set: frozenset[str]
     offerable: bool = True  # healthy, in this mode and not draining
     keeps: bool = True  # healthy and in this mode: what was reserved of it is handed out, draining or not
+    drains: bool = False  # it keeps, and is offered to nobody new: a pod that has begun on it goes on there
 
     @classmethod
     def of(cls, pair: ResourcePair, gpu: str, index: int, memory_bytes: int) -> Self:
@@ -415,7 +416,8 @@ class Ledger:
     ) -> dict[str, FreeGpu]:
         """Free units of each offerable GPU for a container, by UUID: not `taken`, and not owed to others."""
         others = [each for each in self.reservations if each.holder != asking]
-        shut = self.whole - {each.partition(SEPARATOR)[0] for each in own}
+        begun = {each.partition(SEPARATOR)[0] for each in own}
+        shut = self.whole - begun
         # One of an init container whose cores the asking one inherits shuts its heir out of nothing.
         strangers = (each for each in others if not (each.core_ids and each.core_ids <= own))
         shut |= {gpu for each in strangers if each.demand.whole for gpu in each.gpus}
@@ -427,7 +429,7 @@ class Ledger:
         return {
             pool.gpu: _free_gpu(pool, taken, owed[pool.gpu], pool.gpu in shut)
             for pool in self.pools.values()
-            if pool.offerable
+            if pool.offerable or (pool.drains and pool.gpu in begun)
         }
 
 
