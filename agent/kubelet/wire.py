@@ -180,8 +180,7 @@ def _preference(data: bytes, start: int, end: int) -> PreferenceRequest:
     at = start
     while at < end:
         if data[at] == TEXT_1 and (stop := short_end(data, at, end)):
-            available.append(data[at + 2 : stop])
-            at = stop
+            at = texts_alike(data, at, stop, end, available)
             continue
         number, wire, low, high, at = field_at(data, at, end)
         if number == 1 and wire == 2:
@@ -199,8 +198,7 @@ def _ids(data: bytes, start: int, end: int) -> tuple[str, ...]:
     at = start
     while at < end:
         if data[at] == TEXT_1 and (stop := short_end(data, at, end)):
-            found.append(data[at + 2 : stop])
-            at = stop
+            at = texts_alike(data, at, stop, end, found)
             continue
         number, wire, low, high, at = field_at(data, at, end)
         if number == 1 and wire == 2:
@@ -216,6 +214,15 @@ def short_end(data: bytes, at: int, end: int) -> int:
     length = data[at + 1] if at + 1 < end else 128
     stop = at + 2 + length
     return stop if length < 128 and stop <= end else 0
+
+
+def texts_alike(data: bytes, at: int, stop: int, end: int, found: list[bytes]) -> int:
+    """Take the short field in data[at:stop] and those after it of the same key and length; where they end."""
+    head, step = data[at : at + 2], stop - at
+    while stop <= end and data.startswith(head, at):
+        found.append(data[at + 2 : stop])
+        at, stop = stop, stop + step
+    return at
 
 
 def submessages(data: bytes, start: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:
