@@ -424,7 +424,9 @@ class Ledger:
         """Free units of each offerable GPU for a container, by UUID: not `taken`, and not owed to others."""
         others = [each for each in self.reservations if each.holder != asking]
         shut = self.whole - {each.partition(SEPARATOR)[0] for each in own}
-        shut |= {gpu for each in others if each.demand.whole for gpu in each.gpus}
+        # One of an init container whose cores the asking one inherits shuts its heir out of nothing.
+        strangers = (each for each in others if not (each.core_ids and each.core_ids <= own))
+        shut |= {gpu for each in strangers if each.demand.whole for gpu in each.gpus}
         owed = {gpu: [0, 0] for gpu in self.pools}
         for each in others:
             if not each.demand.whole and each.gpus[0] in owed:

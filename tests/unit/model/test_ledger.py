@@ -116,6 +116,15 @@ def test_inherited_units_are_room_for_their_heir() -> None:
     assert rooms(book, ME, cores(A, 0, 100), also=blocks(A, 0, 40))[A].blocks == 0
 
 
+def test_a_whole_gpu_reserved_for_an_init_container_is_room_for_its_heir_alone() -> None:
+    init = Reservation(OTHER, MINE, Demand(100, 0, whole=1), (A,), 10.0)
+    assert rooms(ledger().reserved(init), ME, own=cores(A, 0, 100))[A].cores == 0  # not answered yet
+    book = ledger().reserved(init.with_ids(PairMember.CORE, cores(A, 0, 100)))
+    assert rooms(book, ME, own=cores(A, 0, 100))[A].untouched
+    for own in (frozenset[str](), cores(A, 0, 99), cores(B, 0, 100)):
+        assert (rooms(book, ME, own=own)[A].cores, rooms(book, ME, own=own)[A].blocks) == (0, 0)
+
+
 def test_promises_end_when_shown_late_or_over() -> None:
     mine = cores(A, 0, 20)
     kept = (

@@ -6,6 +6,7 @@ import pytest
 
 from agent.holdings.record import View
 from agent.kubelet.wire import Refused
+from agent.model.pod import VGPU, Container, Stage
 from agent.pairing.resolver import PairRefused
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 
@@ -54,3 +55,26 @@ async def test_what_was_granted_in_vain_is_free_again_by_readings_that_show_noth
             kubelet.cell.publish(record)
         kubelet.shares.refresh()  # as at each change of inventory or modes
     assert kubelet.pairing.waiting == 0
+
+
+@pytest.mark.parametrize("stands", ["nameless", "nowhere"])
+@pytest.mark.parametrize(("early", "late"), [(100, 100), (100, 200), (200, 200)])
+async def test_whole_gpus_of_an_init_container_go_to_its_heir_before_a_record_shows_whose_they_are(
+    early: int, late: int, stands: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mute watch leaves what the checkpoint has of it without a name; one that is torn has nothing."""
+    kubelet = KubeletModel(gpus=2)
+    kubelet.cached = False
+    monkeypatch.setattr(kubelet, "_view", View)
+    if stands == "nowhere":
+        monkeypatch.setattr(kubelet, "checkpoint", dict)
+    init, main = (
+        Container("init", {VGPU.core: early}, Stage.INIT),
+        Container("main", {VGPU.core: late}),
+    )
+    both = pod("both", init, main)
+    await kubelet.admit(both)
+    assert len(kubelet.gpus_of(both.key, "main")) == late // 100
+    assert kubelet.gpus_of(both.key, "init") <= kubelet.gpus_of(both.key, "main")
+    with pytest.raises((PairRefused, Refused)):
+        await kubelet.admit(pod("other", Container("main", {VGPU.core: 300 - late})))
