@@ -97,7 +97,7 @@ def _read(buffer: FrameBuffer, pieces: Iterable[bytes], largest: int = 2000) -> 
 
 
 def _together(frames: Iterable[Frame]) -> list[object]:
-    """What frames say, wherever data of one stream is cut."""
+    """The words of frames, with plain data of one stream in a row put together."""
     said: list[list[object]] = []
     for frame in frames:
         plain = isinstance(frame, DataFrame) and not frame.flags
