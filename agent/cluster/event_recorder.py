@@ -23,7 +23,10 @@ KEPT_SECONDS = 3600.0  # --event-ttl of the API server: after it an event is gon
 TRIES = 5  # for an event that the API server does not answer to; one that it refuses is given up
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 5.0
-WRITTEN_ONCE = 4096  # keys that are remembered; of older ones the API server still knows the name
+# Of one reason on one pod or claim: so many in a row, and then one in so long, as client-go has it:
+# texts differ, and a container that passes its cap again and again could have them written without end.
+IN_A_ROW, SPARE_SECONDS = 25, 300.0
+REMEMBERED = 4096  # keys that were written, and senders; of older keys the API server still knows the name
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,12 @@ class EventRecorder:
         self._mailbox: Mailbox[Event] = Mailbox(WAITING)
         self._counts: dict[Event, tuple[int, str]] = {}
         self._crowded = 0  # of pods, dropped while others had room
+        # Of each object and reason: how many were sent, less those that time has paid for, and when that was.
+        self._sent: OrderedDict[tuple[Regarding, str], tuple[float, float]] = OrderedDict()
 
     @property
     def dropped(self) -> int:
-        """Events that were given up because too many waited."""
+        """Events that were given up because too many waited, or came from one pod or claim."""
         return self._mailbox.dropped + self._crowded
 
     def node(self, reason: str, message: str, warning: bool = False) -> None:
@@ -71,11 +76,23 @@ class EventRecorder:
         self.emit(Event(Regarding("Node", self._node, uid=self._node), reason, message, warning))
 
     def emit(self, event: Event) -> None:
-        """Hand an event over; dropped when too many wait."""
-        if event.regarding.kind != "Node" and self._mailbox.depth >= WAITING_OF_PODS:
+        """Hand an event over; dropped when too many wait, or come from one pod or claim."""
+        node = event.regarding.kind == "Node"
+        if not node and (self._mailbox.depth >= WAITING_OF_PODS or (not event.key and self._is_flood(event))):
             self._crowded += 1
         else:
             self._mailbox.offer(event)
+
+    def _is_flood(self, event: Event) -> bool:
+        """Whether its object has had too many of its reason; counts it where it has not."""
+        about, now = (event.regarding, event.reason), time.monotonic()
+        sent, at = self._sent.pop(about, (0.0, now))
+        sent = max(0.0, sent - (now - at) / SPARE_SECONDS)
+        flood = sent > IN_A_ROW - 1
+        self._sent[about] = (sent if flood else sent + 1, now)
+        if len(self._sent) > REMEMBERED:
+            self._sent.popitem(last=False)
+        return flood
 
     async def run(self) -> None:
         """Send what is handed over until cancelled; what the server refuses is logged once each."""
@@ -138,7 +155,7 @@ class EventRecorder:
                 raise
         self._once[name] = time.monotonic()
         self._once.move_to_end(name)
-        if len(self._once) > WRITTEN_ONCE:
+        if len(self._once) > REMEMBERED:
             self._once.popitem(last=False)
 
     def _body(self, event: Event, name: str, namespace: str) -> dict[str, object]:

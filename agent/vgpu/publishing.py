@@ -64,7 +64,7 @@ class Publisher:
         known = self._isolation.containers.value
         for key, limits in known.items():
             fences = self._fences(limits.about.place, limits)
-            if Fence.SWEEP not in fences and self._isolation.age(key) < PATIENCE_SECONDS:
+            if Fence.SWEEP not in fences and not self._is_due(key, limits):
                 continue
             entry = {"memoryBytes": limits.memory_bytes, "fences": [each.value for each in fences]}
             pods.setdefault(limits.about.uid, {})[limits.about.container] = entry
@@ -84,6 +84,15 @@ class Publisher:
                 self._written[uid] = text
                 self._events.annotate(abouts[uid], {ANNOTATION: text})
         self._written = {uid: text for uid, text in self._written.items() if uid in abouts}
+
+    def _is_due(self, key: str, limits: ContainerLimits) -> bool:
+        """Whether a container that nobody measures is to be published.
+
+        Where its pod has come and gone meanwhile nobody reads of it: thirty such were sixty writes at once.
+        """
+        if self._isolation.age(key) < PATIENCE_SECONDS:
+            return False
+        return key in self._announced or self._isolation.may_live(limits.about)
 
     def _tell_of_counts(self, known: Mapping[str, ContainerLimits]) -> None:
         """Events for what the library's counts show; each once."""

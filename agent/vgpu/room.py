@@ -99,6 +99,13 @@ class Isolation:
         """For how many seconds a folder has been known."""
         return self._clock() - self._born.get(key, self._clock())
 
+    def may_live(self, about: About) -> bool:
+        """Whether the kubelet lists a container's pod, or it lives by the API server; or nobody can say."""
+        record = self._record.value
+        if record is None or record.away:
+            return True
+        return about.uid in record.unfinished or (about.namespace, about.pod) in record.pods
+
     async def start(self) -> None:
         """Put the library on the host, and find the folders of containers that run."""
         if self._policy is not Enforcement.OFF:

@@ -13,7 +13,7 @@ from agent.simulator.nvml import SimulatedNvml
 
 if TYPE_CHECKING:
     from agent.inventory.snapshot import GpuState
-    from agent.nvml.port import GpuInstance, MigProfile
+    from agent.nvml.port import GpuInstance, MigProfile, Partition
     from tests.storm.world import World
 
 PREFIX = "nvidia.com/mig-"
@@ -22,6 +22,7 @@ GONE_SECONDS = 15.0
 LEAVING_SECONDS = 2.0
 SERVED_SECONDS = 5.0  # by then an agent and a kubelet that have just started serve each other
 STARTED_SECONDS = 45.0  # an agent that has just started, NVML or a kubelet that works again
+Place = tuple[int, int]  # profile and start
 CALM_SECONDS = 400.0  # a step that failed again and again is tried every five minutes
 
 
@@ -32,12 +33,46 @@ class Parts:
         self.others: set[str] = set()  # made by hand
         self.strays = 0  # processes of no pod
         self.found: list[str] = []
+        # Those of the agent, and of these what others destroyed since it looked last: by UUID and place. Made
+        # again there, one has the same UUID, and nothing shows that it is another (docs/mig.md).
+        self._own: dict[str, Place] = {}
+        self._lost: dict[str, Place] = {}
         self._since: dict[str, float] = {}
         self._well = 0.0
 
     def went(self, uuid: str) -> None:
         """Somebody destroyed it by hand."""
         self.others.discard(uuid)
+        if place := self._own.pop(uuid, None):
+            self._lost[uuid] = place
+
+    def came(self, uuid: str, place: Place) -> None:
+        """Somebody made it by hand."""
+        if self._lost.pop(uuid, None) == place:
+            self._own[uuid] = place
+        else:
+            self._own.pop(uuid, None)
+            self.others.add(uuid)
+
+    def made(self, uuid: str, place: Place) -> None:
+        """The agent made it."""
+        self.others.discard(uuid)
+        self._lost.pop(uuid, None)
+        self._own[uuid] = place
+
+    def destroyed(self, uuid: str) -> None:
+        """The agent destroyed it."""
+        self._own.pop(uuid, None)
+
+    def looked(self) -> None:
+        """The agent has seen which there are."""
+        self._lost.clear()
+
+    def booted(self) -> None:
+        """None is left, and the agent's record of an earlier boot counts no more."""
+        self.others.clear()
+        self._own.clear()
+        self._lost.clear()
 
     def wrong(self, world: "World") -> str | None:
         """The fault, in words; None: there is none."""
@@ -99,7 +134,7 @@ def held(world: "World") -> dict[str, str]:
 
 def observe(world: "World") -> Callable[[], None]:
     """Look at each instance that the agent makes or destroys; what ends that is returned."""
-    make, destroy = MigCalls.make_instance, MigCalls.destroy_instance
+    make, destroy, read = MigCalls.make_instance, MigCalls.destroy_instance, MigCalls.partition
 
     def uuids(uuid: str, number: int) -> Iterator[str]:
         for each in world.machine.gpu(uuid).instances:
@@ -109,7 +144,7 @@ def observe(world: "World") -> Callable[[], None]:
     def made(self: SimulatedNvml, uuid: str, profile: "MigProfile", start: int) -> int:
         number = make(self, uuid, profile, start)
         for each in uuids(uuid, number):
-            world.parts.others.discard(each)
+            world.parts.made(each, (profile.number, start))
         return number
 
     def destroyed(self: SimulatedNvml, uuid: str, expected: "GpuInstance", device: str) -> None:
@@ -120,13 +155,21 @@ def observe(world: "World") -> Callable[[], None]:
                 world.parts.found.append(f"{each} was destroyed, and pod {holders[each]} holds it")
             if each in world.parts.others:
                 world.parts.found.append(f"{each} was destroyed, and others had made it")
+            world.parts.destroyed(each)
+
+    def looked(self: SimulatedNvml, uuid: str) -> "Partition":
+        found = read(self, uuid)
+        world.parts.looked()
+        return found
 
     SimulatedNvml.make_instance = made  # type: ignore[method-assign, assignment]
     SimulatedNvml.destroy_instance = destroyed  # type: ignore[method-assign, assignment]
+    SimulatedNvml.partition = looked  # type: ignore[method-assign, assignment]
 
     def end() -> None:
         del SimulatedNvml.make_instance
         del SimulatedNvml.destroy_instance
+        del SimulatedNvml.partition
 
     return end
 

@@ -241,7 +241,7 @@ class World:
         if reboot:
             self.kubelet._machine.containers.reboot()
             self.machine.reboot()
-            self.parts.others.clear()
+            self.parts.booted()
             shutil.rmtree(self.folder / "run", ignore_errors=True)
 
         async def start() -> None:

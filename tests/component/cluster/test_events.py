@@ -1,5 +1,7 @@
 """Events: counted, aged, logged when they find no room, and bounded in memory."""
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -7,7 +9,17 @@ import anyio.to_thread
 import pytest
 
 from agent.cluster.api import ApiUnavailable
-from agent.cluster.event_recorder import TRIES, WAITING, WAITING_OF_PODS, Event, EventRecorder, Regarding
+from agent.cluster.event_recorder import (
+    IN_A_ROW,
+    REMEMBERED,
+    SPARE_SECONDS,
+    TRIES,
+    WAITING,
+    WAITING_OF_PODS,
+    Event,
+    EventRecorder,
+    Regarding,
+)
 from tests.component.cluster.scripted import serving
 from tests.component.cluster.server import objects, status
 from tests.component.kubelet_room.parts import eventually
@@ -114,9 +126,46 @@ async def test_events_of_pods_leave_room_for_the_node_s() -> None:
             recorder.emit(Event(Regarding("Pod", f"p{number}", "ns", f"{number}"), "AllocationRefused", "x"))
         recorder.node("GPULost", "GPU x is lost", warning=True)
         assert recorder.dropped == 1000 - WAITING_OF_PODS
+        for number in range(5000):  # senders that are remembered
+            recorder._is_flood(
+                Event(Regarding("Pod", f"p{number}", "ns", f"{number}"), "AllocationRefused", "x")
+            )
+        assert len(recorder._sent) == REMEMBERED
         async with anyio.create_task_group() as group:
             group.start_soon(recorder.run)
             await eventually(lambda: len(fake.of(EVENTS)) == 1)
+            group.cancel_scope.cancel()
+
+
+async def test_a_pod_that_passes_its_cap_again_and_again_writes_few_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    module = SimpleNamespace(monotonic=lambda: clock[0], time_ns=time.time_ns)
+    monkeypatch.setattr("agent.cluster.event_recorder.time", module)
+    async with serving() as (fake, api):
+        fake.script(EVENTS, objects({}))
+        recorder = EventRecorder(api, "n")
+        noisy = Regarding("Pod", "p", "default", "uid")
+        # A reading of samples a second for an hour: every fourth finds it above again, with other figures.
+        for second in range(0, 3600, 4):
+            clock[0] = float(second)
+            recorder.emit(Event(noisy, "MemoryCapExceeded", f"uses {second} MiB"))
+            while recorder._mailbox.depth:
+                await recorder._send(await anext(aiter(recorder._mailbox)))
+        assert len(fake.of(EVENTS)) == IN_A_ROW + 3600 // SPARE_SECONDS - 1
+        # Another reason, another pod and the node are heard all the same, and this one again later.
+        written = len(fake.of(EVENTS))
+        recorder.emit(Event(noisy, "ContainerEnded", "it was ended"))
+        recorder.emit(Event(Regarding("Pod", "q", "default", "other"), "MemoryCapExceeded", "uses 1 MiB"))
+        for number in range(2 * IN_A_ROW):
+            recorder.node("GPULost", f"GPU {number}")
+        async with anyio.create_task_group() as group:
+            group.start_soon(recorder.run)
+            await eventually(lambda: len(fake.of(EVENTS)) == written + 2 + 2 * IN_A_ROW)
+            clock[0] += SPARE_SECONDS
+            recorder.emit(Event(noisy, "MemoryCapExceeded", "uses 2 MiB"))
+            await eventually(lambda: len(fake.of(EVENTS)) == written + 3 + 2 * IN_A_ROW)
             group.cancel_scope.cancel()
 
 

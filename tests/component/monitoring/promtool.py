@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -107,15 +108,18 @@ def fires(minute: int, alert: str, firing: Iterable[tuple[Labels, str]] = ()) ->
 
 def rule_of(alert: str) -> Document:
     """An alert as the chart ships it."""
-    (rule,) = (
+    (rule,) = (each for each in _rules() if each.get("alert") == alert)
+    return rule
+
+
+@cache
+def _rules() -> tuple[Document, ...]:
+    return tuple(
         each
         for path in queries.RULES
         for group in yaml.safe_load(path.read_text())["groups"]
         for each in group["rules"]
-        if each.get("alert") == alert
     )
-    found: Document = rule
-    return found
 
 
 def _rendered(text: str, labels: Labels, value: str) -> str:

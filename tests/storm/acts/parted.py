@@ -42,7 +42,8 @@ async def make(world: World, rng: random.Random) -> str:
         uuid = world.machine.make_instance(PARTED, profile)
     except ValueError as error:
         return f"others make no {profile}: {error}"
-    world.parts.others.add(uuid)
+    one = next(each for each in instances(world) if each.uuid.decode() == uuid)
+    world.parts.came(uuid, (one.profile_number, one.start))
     return f"others make {profile} {uuid[-2:]}"
 
 

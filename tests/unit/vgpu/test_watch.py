@@ -76,7 +76,7 @@ class Node(Reporting):
     def __init__(self, root: Path) -> None:
         self.root, self.now = root, 0.0
         (root / "image.so").write_bytes(libraries.ELF)
-        record: Cell[Record | None] = Cell(Record((), ()))
+        self.record: Cell[Record | None] = Cell(Record())
         self.policies: dict[str, Enforcement] = {}
         folders = LimitFolders(root / "run")
         self.isolation = Isolation(
@@ -84,7 +84,7 @@ class Node(Reporting):
             root / "image.so",
             root / "state",
             Enforcement.LIBRARY,
-            record,
+            self.record,
             self.policies.get,
             lambda: self.now,
         )
@@ -351,11 +351,35 @@ async def test_launches_that_cannot_be_measured_are_told_of(node: Node) -> None:
 
 async def test_without_processes_of_the_host_the_sweep_is_not_said_to_hold(node: Node) -> None:
     await node.admit()
+    node.record.publish(Record(unfinished=frozenset({"uid-a"})))
     node.now = PATIENCE_SECONDS
     node.publisher.publish()
     ((_, annotations),) = node.owners.notes
     assert annotations == {ANNOTATION: f'{{"main":{{"fences":["library"],"memoryBytes":{CAP}}}}}'}
     assert not node.publisher.sweeps
+
+
+async def test_nobody_is_told_of_a_pod_that_has_come_and_gone_unseen(node: Node) -> None:
+    """Thirty of them, and 58 writes at once, of a node whose GPUs are measured every half minute."""
+    await node.admit()
+    node.now = PATIENCE_SECONDS
+    node.record.publish(Record())
+    node.publisher.publish()
+    assert not node.owners.notes
+    assert not node.owners.events
+    # While nobody can say which pods there are it counts as there.
+    for unsure in (Record(away=True), None):
+        told = Owners()
+        again = Publisher(node.isolation, LimitEvents(node.isolation, told), node.watch)
+        node.record.publish(unsure)
+        again.publish()
+        assert told.events == [("a", "LimitsApplied", False)]
+    node.record.publish(Record(unfinished=frozenset({"uid-a"})))
+    node.publisher.publish()
+    assert node.owners.events == [("a", "LimitsApplied", False)]
+    node.record.publish(Record())
+    node.publisher.publish()
+    assert len(node.owners.notes) == 1
 
 
 async def test_nobody_is_told_again_after_a_restart(node: Node) -> None:
