@@ -103,4 +103,4 @@ async def test_page_shows_a_fault() -> None:
             rig.machine.xid(3, 79)
             took = await tab.until("document.querySelectorAll('.gpu.bad').length === 1")
             assert "Xid 79" in (await tab.value(TILES))[3]
-            assert took < 2, took
+            assert took < scaled(2), took

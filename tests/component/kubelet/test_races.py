@@ -11,6 +11,7 @@ from agent.simulator.kubelet import ContainerSpec, EmbeddedKubelet, Phase, PodSp
 from tests.component.kubelet.peer import GPU, Call, Plugin, pod_resources
 from tests.component.kubelet.steps import EIGHT, held, pod, ready, run
 from tests.component.kubelet.waiting import eventually
+from tests.pace import scaled
 
 
 async def test_list_during_an_allocate_after_an_end_makes_held_ids_free_again(
@@ -87,7 +88,7 @@ async def test_ids_that_hold_up_a_pod_are_free_the_moment_their_holder_ends(
     kubelet: EmbeddedKubelet, root: Path
 ) -> None:
     """Whatever the plugin thinks: an ID is free when it is healthy and no active pod has it."""
-    first = PodSpec("first", (ContainerSpec("main", {GPU: 8}, exits=True, seconds=0.2),))
+    first = PodSpec("first", (ContainerSpec("main", {GPU: 8}, exits=True, seconds=min(scaled(0.2), 2.0)),))
     async with kubelet.running():
         with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
             await ready(kubelet)

@@ -27,6 +27,7 @@ from tests.component.mps.keeping import (
     reached,
     servers_of,
 )
+from tests.pace import scaled
 
 
 def script(path: Path, text: str) -> Program:
@@ -168,15 +169,17 @@ async def test_a_long_command_of_our_own_says_nothing_against_the_daemon(
     newest: Program, run_folder: Path, tmp_path: Path
 ) -> None:
     """Ending a client waits for its kernels, and the daemon hears one at a time."""
+    patience = min(scaled(0.5), 2.0)
     slow = script(
         tmp_path / CONTROL,
-        f'text=$(cat); case "$text" in *terminate_client*) sleep 1;; esac; echo "$text" | {newest.path}',
+        f'text=$(cat); case "$text" in *terminate_client*) sleep {2 * patience:g};; esac; '
+        f'echo "$text" | {newest.path}',
     )
     bench = Bench(run_folder, newest)
     daemon = bench.daemon()
     async with bench.kept(daemon):
         await reached(daemon, DaemonState.SERVING)
-        control = Control(slow, daemon.folders, deadline=0.5)
+        control = Control(slow, daemon.folders, deadline=patience)
         answered: list[float] = []
 
         async def ask() -> None:

@@ -18,6 +18,7 @@ from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import DaemonState
 from agent.mps.mps_errors import DaemonRefused, Unanswered
 from tests.component.mps.keeping import OPTIONS, Bench, reached
+from tests.pace import scaled
 
 
 @contextlib.asynccontextmanager
@@ -102,14 +103,14 @@ async def test_idle_session_of_somebody_else_blocks_only_until_the_deadline(
             # Its first command makes sure that it has the daemon's ear.
             blocker.stdin.write(b"get_server_list\n")
             blocker.stdin.flush()
-            await anyio.sleep(0.3)
+            await anyio.sleep(min(scaled(0.3), 3.0))
             with pytest.raises(Unanswered):
                 await control.alive()
         finally:
             os.kill(blocker.pid, signal.SIGKILL)
             await anyio.to_thread.run_sync(blocker.wait)
             blocker.stdin.close()
-        assert await control.alive() == 100
+        assert await daemon.control.alive() == 100
 
 
 async def test_cancelled_question_leaves_the_daemon_free(newest: Program, run_folder: Path) -> None:
