@@ -266,5 +266,9 @@ class PairRules:
         withheld = state.units.get(call.member, NOTHING).difference(taken, own, call.available)
         if not withheld:
             return taken
-        # A kubelet that keeps units of one member for a pod that is over keeps those of the other, too.
-        return taken | withheld | (NOTHING if withheld.isdisjoint(call.leftover) else call.leftover - own)
+        # A kubelet that keeps units of one member for a pod that is over keeps those of the other, too. What
+        # is offered to nobody, as on a GPU that is lost, it does not offer either, and that says nothing.
+        pools = state.ledger.pools.values()
+        offered = (pool.id_set(call.member) for pool in pools if pool.offerable)
+        kept = not call.leftover.isdisjoint(withheld.intersection(chain.from_iterable(offered)))
+        return taken | withheld | (call.leftover - own if kept else NOTHING)

@@ -145,6 +145,8 @@ class KubeletModel(PodSource):
         """The record after the API server was asked for holders."""
         del holdings
         before, self.over = self._record, {pod.uid for pod in self.renewed.values() if pod.finished}
+        if not self.over:
+            return before.joined
         self._record = join(
             before, before.listed, before.entries, self._view(), same_kubelet=True, fresh=False
         )

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from agent.model.health import Health, HealthState
 from agent.model.holding import Holding, PairMember, Record, Source
 from agent.model.pod import VGPU
 from agent.pairing.resolver import PodSource, RequesterResolver
@@ -68,3 +69,21 @@ async def test_a_kubelet_that_keeps_one_half_of_a_pod_that_is_over_keeps_the_oth
     del kubelet.taken_up[gone.key]  # now it has heard of all
     await kubelet.admit(pod("last", share("main", 90, 35)))
     assert index(kubelet, ("default", "last")) == [0]
+
+
+async def test_units_of_a_lost_gpu_are_withheld_for_nobody() -> None:
+    """Storm 1000057: the kubelet was taken to keep for its pods what the checkpoint still names."""
+    kubelet = KubeletModel(gpus=2, blocks=40)
+    for name in ("a", "b"):
+        await kubelet.admit(pod(name, share("main", 60, 30)))
+    await kubelet.refresh()
+    written = kubelet.checkpoint()
+    kubelet.checkpoint = lambda: written  # type: ignore[method-assign]
+    for name in ("a", "b"):
+        kubelet.end(("default", name))
+    well, lost = kubelet.inventory.value.gpus
+    states = (well, replace(lost, health=Health(HealthState.UNHEALTHY)))
+    kubelet.inventory.publish(replace(kubelet.inventory.value, gpus=states))
+    await kubelet.refresh()
+    await kubelet.admit(pod("next", share("main", 90, 35)))
+    assert kubelet.gpus_of(("default", "next"), "main") == {well.uuid}
