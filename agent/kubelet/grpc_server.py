@@ -3,7 +3,7 @@
 grpclib's `close()` cancels handlers without a word to the peer, and on Python >= 3.12.1 its
 `wait_closed()` waits for clients to leave by themselves. So the drain here is our own: streaming
 handlers return first (the peer reads a clean end of stream), then the listener closes, then the
-transports are dropped. This file alone touches private names of grpclib and h2, whose versions are pinned.
+transports are dropped. This file alone touches private names of grpclib, whose version is pinned.
 """
 
 import asyncio
@@ -22,11 +22,9 @@ from grpclib.const import Handler, Status
 from grpclib.exceptions import GRPCError
 from grpclib.protocol import H2Protocol
 from grpclib.server import Server, Stream
-from h2.frame_buffer import FrameBuffer
-from hyperframe.frame import DataFrame, Frame
 
 from agent.kit.tasks import describe
-from agent.kubelet.wire import Codec
+from agent.kubelet.wire import Codec, DataInRuns
 
 # Frames of one turn of the event loop leave in one write.
 #
@@ -76,33 +74,6 @@ class CorkedTransport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: object = None) -> object:
         return self._plain.get_extra_info(name, default)
-
-
-HEAD = 9  # bytes before a frame's body: three of its length, type, flags, four of its stream
-
-
-class DataInRuns(FrameBuffer):
-    """Frames as h2 reads them, but data of one stream in a row as one frame: where it is cut says nothing.
-
-    The kubelet sends a long list in pieces of 16 KiB, each of which costs h2 and grpclib 50 µs.
-    """
-
-    def __next__(self) -> Frame:
-        frame = super().__next__()
-        # Neither padded nor the last of its stream.
-        if isinstance(frame, DataFrame) and frame.data and not frame.flags:
-            data, bodies, at = self._data, [frame.data], 0
-            alike = bytes((frame.type, 0)) + frame.stream_id.to_bytes(4, "big")
-            while data.startswith(alike, at + 3):
-                length = int.from_bytes(data[at : at + 3], "big")
-                stop = at + HEAD + length
-                if not 0 < length <= self.max_frame_size or stop > len(data):
-                    break
-                bodies.append(bytes(data[at + HEAD : stop]))
-                at = stop
-            del data[:at]
-            frame.data = b"".join(bodies)
-        return frame
 
 
 class CorkedProtocol(H2Protocol):

@@ -13,7 +13,8 @@ from typing import Protocol, TypeVar
 
 from grpclib.encoding.base import CodecBase
 from h2.connection import H2Connection
-from hyperframe.frame import Frame
+from h2.frame_buffer import FrameBuffer
+from hyperframe.frame import DataFrame, Frame
 
 from agent._proto import v1beta1
 from agent.kit.tasks import Cell
@@ -126,6 +127,33 @@ H2Connection.MAX_CLOSED_STREAMS = 1024
 # h2 describes each frame that it receives, all of its bytes in hexadecimal, for a logger that drops the text:
 # a third of the processor time of a long list.
 Frame.__repr__ = object.__repr__  # type: ignore[method-assign]
+
+
+HEAD = 9  # bytes before a frame's body: three of its length, type, flags, four of its stream
+
+
+class DataInRuns(FrameBuffer):
+    """Frames as h2 reads them, but data of one stream in a row as one frame: where it is cut says nothing.
+
+    The kubelet sends a long list in pieces of 16 KiB, each of which costs h2 and grpclib 50 µs.
+    """
+
+    def __next__(self) -> Frame:
+        frame = super().__next__()
+        # Neither padded nor the last of its stream.
+        if isinstance(frame, DataFrame) and frame.data and not frame.flags:
+            data, bodies, at = self._data, [frame.data], 0
+            alike = bytes((frame.type, 0)) + frame.stream_id.to_bytes(4, "big")
+            while data.startswith(alike, at + 3):
+                length = int.from_bytes(data[at : at + 3], "big")
+                stop = at + HEAD + length
+                if not 0 < length <= self.max_frame_size or stop > len(data):
+                    break
+                bodies.append(bytes(data[at + HEAD : stop]))
+                at = stop
+            del data[:at]
+            frame.data = b"".join(bodies)
+        return frame
 
 
 class MalformedMessage(ValueError):

@@ -10,7 +10,8 @@ from h2.exceptions import FrameTooLargeError
 from h2.frame_buffer import FrameBuffer
 from hyperframe.frame import DataFrame, Frame, WindowUpdateFrame
 
-from agent.kubelet.grpc_server import LARGEST, CorkedTransport, DataInRuns
+from agent.kubelet.grpc_server import LARGEST, CorkedTransport
+from agent.kubelet.wire import DataInRuns
 
 pytestmark = pytest.mark.anyio
 
