@@ -83,6 +83,11 @@ class Holding:
     def holder(self) -> Holder:
         return Holder(self.namespace, self.pod, self.container)
 
+    @cached_property
+    def pod_key(self) -> tuple[str, str]:
+        """Namespace and name of the pod."""
+        return (self.namespace, self.pod)
+
     @property
     def listed(self) -> bool:
         """Whether the kubelet lists it; else a plain init container may hold it, whether it runs or not."""
@@ -199,6 +204,9 @@ class PairMember(Enum):
     CORE = "core"
     MEMORY = "memory"
 
+    # Enum's own is a call of Python, and a place in a record is looked up by container and member.
+    __hash__ = object.__hash__
+
     @property
     def other(self) -> "PairMember":
         return PairMember.MEMORY if self is PairMember.CORE else PairMember.CORE
@@ -278,7 +286,7 @@ class PairHoldings:
         """Those of each pod, by its namespace and name."""
         found: dict[tuple[str, str], list[Holding]] = {}
         for each in (*self.cores, *self.blocks):
-            found.setdefault(each.holder.pod_key, []).append(each)
+            found.setdefault(each.pod_key, []).append(each)
         return found
 
     @cached_property
