@@ -12,7 +12,7 @@ import structlog
 from agent.holdings.holdings import HoldingsWatch
 from agent.kit.tasks import Backoff
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
-from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation
+from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation, Source
 from agent.model.modes import ResourcePair
 from agent.model.placement import ASSIGNED, HINT, places
 from agent.model.pod import (
@@ -168,14 +168,12 @@ def askers(
             continue
         wanting = [each for each in pod.containers if each.limits.get(resource)]
         # Containers before one that holds the resource were served.
-        first = max(
-            (
-                n
-                for n, each in enumerate(wanting, 1)
-                if (Holder(*pod.key, each.name), member) in held.by_place
-            ),
-            default=0,
-        )
+        holding = {
+            each.container
+            for each in held.by_pod.get(pod.key, ())
+            if each.resource == resource and each.source is not Source.FORGOTTEN
+        }
+        first = max((n for n, each in enumerate(wanting, 1) if each.name in holding), default=0)
         for container in wanting[first:]:
             if (pod.uid, container.name) in served:
                 continue
