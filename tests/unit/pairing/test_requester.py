@@ -382,40 +382,6 @@ async def test_static_pod_gets_its_share() -> None:
     assert "default/etcd-node1" in str(refusal.value)
 
 
-@pytest.mark.parametrize("then", ["its mirror never comes", "it is listed no more", "its mirror comes"])
-@in_virtual_time
-async def test_a_static_pods_share_is_not_given_to_one_that_runs(then: str) -> None:
-    """Storm 1000081: a kubelet without its checkpoint listed the one that ran without its devices."""
-    kubelet = KubeletModel()
-    runs = pod("runs", share("main", 30, 10), phase="Running", started=True)
-    static = pod("static-node1", share("main", 30, 10))
-    kubelet.api[runs.key] = runs
-    kubelet.taken_up = {each.key: Admission(each) for each in (runs, static)}
-    free = sorted(kubelet.listed(PairMember.CORE))
-    async with anyio.create_task_group() as group:
-
-        async def later() -> None:
-            await anyio.sleep(2)
-            if then == "it is listed no more":
-                del kubelet.taken_up[static.key]
-            elif then == "its mirror comes":
-                kubelet.api[static.key] = static
-
-        group.start_soon(later)
-        if then == "its mirror never comes":
-            with pytest.raises(PairRefused, match="default/runs, default/static-node1: nothing is guessed"):
-                await kubelet.pairing.prefer(PairMember.CORE, 30, free)
-            assert anyio.current_time() <= DOUBT_SECONDS + 1
-        else:
-            ids = await kubelet.pairing.prefer(PairMember.CORE, 30, free)
-            grant = await kubelet.pairing.allocate(PairMember.CORE, ids)
-            assert grant.pod == (static if then == "its mirror comes" else runs)
-    # One that waits is served at once.
-    began = anyio.current_time()
-    await kubelet.admit(pod("waits", share("main", 20, 11)))
-    assert anyio.current_time() == began
-
-
 async def test_pod_refused_once_may_come_back() -> None:
     kubelet = KubeletModel(gpus=1)
     await kubelet.admit(pod("a", share("main", 80, 10)))
