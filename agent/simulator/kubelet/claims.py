@@ -137,10 +137,15 @@ class ClaimManager:
             self._claims.pop((info.namespace, info.name), None)
         await self._save()
 
-    async def reconcile(self, active: Callable[[], Collection[str]]) -> None:
-        """Unprepare, for ever, what only pods refer to that the kubelet knows no more."""
+    async def reconcile(self, active: Callable[[], Collection[str]], ready: Callable[[], bool]) -> None:
+        """Unprepare, for ever, what only pods refer to that the kubelet knows no more.
+
+        `ready`: whether it has heard of pods at all; until then it would take all for gone (`sourcesReady`).
+        """
         while True:
             await anyio.sleep(RECONCILE_SECONDS)
+            if not ready():
+                continue
             for uid in {uid for info in self._claims.values() for uid in info.pods} - set(active()):
                 try:
                     await self.unprepare(uid)

@@ -144,7 +144,11 @@ class Life:
             await stack.enter_async_context(serving(folders.device_plugins / SOCKET, register))
             for task in (life._registry.run, life._sync, life._report, life._save):
                 group.start_soon(task)
-            group.start_soon(life._claims.reconcile, life._active_or_ending)
+
+            def ready() -> bool:
+                return life.devices.sources_ready
+
+            group.start_soon(life._claims.reconcile, life._active_or_ending, ready)
             try:
                 yield life
             finally:
