@@ -232,6 +232,8 @@ class Evidence:
     nameless: Mapping[str, float] = field(default_factory=dict)
     # Names of those in the checkpoint that were known once: it names some that have ended, and are gone.
     names: Mapping[str, PodKey] = field(default_factory=dict)
+    # Those of them whose own objects the watch has shown; of static pods it shows mirrors, which come and go.
+    shown: frozenset[str] = frozenset()
     # UIDs that may have been in the checkpoint before the kubelet of now wrote it; None: not known.
     inherited: frozenset[str] | None = None
     listed: Record = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
@@ -315,7 +317,7 @@ def join(
             or _unlisted(earlier, key, uid, place, ids, known=(uid, *place) in written)
             for place, ids in held.items()
         }
-        pod = PodEvidence(key, known is not None or earlier.watched, holdings)
+        pod = PodEvidence(key, known is not None or earlier.watched or uid in before.shown, holdings)
         if key in keys or uid in before_heard or (inherited is not None and uid not in inherited):
             heard_of.add(uid)
         if lives(uid, pod):
@@ -351,8 +353,9 @@ def join(
     former = {uid: key for uid, key in before.names.items() if uid in by_pod or not fresh}
     own = {uid: view.pods[uid].key for uid in by_pod if uid in view.pods and view.pods[uid].uid == uid}
     names = {**named, **former, **own}
+    shown = (before.shown & former.keys()) | own.keys()
     return Evidence(
-        pods, frozenset(outlived), frozenset(heard_of), nameless, names, inherited, listed, joined
+        pods, frozenset(outlived), frozenset(heard_of), nameless, names, shown, inherited, listed, joined
     )
 
 
