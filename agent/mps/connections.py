@@ -224,7 +224,7 @@ class Guard:
         while True:
             await self._sign.wait()
             await anyio.sleep(SUSPICION_SECONDS)
-            # Whoever gave a sign until now is there to be seen: a question and its lines in the log are one.
+            # What gave signs until now is there to be seen: a question and its lines in the log are one.
             self._sign = anyio.Event()
             while (again := await self._look(daemon)) is not None:
                 await anyio.sleep(again)
