@@ -276,8 +276,12 @@ async def test_signs_before_a_look_need_no_second_one(monkeypatch: pytest.Monkey
     """A question to the daemon and the lines that it logs of it come within a moment; a later sign counts."""
     monkeypatch.setattr(connections, "SUSPICION_SECONDS", 0.1)
     scene, looks = Scene(), list[Process]()
-    scene.next = PeersSeen((), None)
-    monkeypatch.setattr(scene, "look", lambda daemon: (looks.append(daemon), scene.next)[1])
+
+    def look(daemon: Process) -> PeersSeen:
+        looks.append(daemon)
+        return PeersSeen((), None)
+
+    monkeypatch.setattr(scene, "look", look)
 
     async def looked(times: int) -> None:
         with anyio.fail_after(scaled(5)):
