@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -231,6 +232,8 @@ class Evidence:
     nameless: Mapping[str, float] = field(default_factory=dict)
     # Names of those in the checkpoint that were known once: it names some that have ended, and are gone.
     names: Mapping[str, PodKey] = field(default_factory=dict)
+    # Those of them whose own objects the watch has shown; of static pods it shows mirrors, which come and go.
+    shown: frozenset[str] = frozenset()
     # UIDs that may have been in the checkpoint before the kubelet of now wrote it; None: not known.
     inherited: frozenset[str] | None = None
     listed: Record = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
@@ -273,7 +276,7 @@ def join(
     # Entries of before have what this kubelet has forgotten, too.
     written = entries.keys() if read else entries.keys() - _forgotten(before)
     matches = _matches(before, listed, by_pod, view, written)
-    named = {uid: _key(match) for uid, found in matches.items() for match in found.values()}
+    named = {uid: match.pod_key for uid, found in matches.items() for match in found.values()}
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
     unnamed = keys - alive - set(named.values())
@@ -314,7 +317,7 @@ def join(
             or _unlisted(earlier, key, uid, place, ids, known=(uid, *place) in written)
             for place, ids in held.items()
         }
-        pod = PodEvidence(key, known is not None or earlier.watched, holdings)
+        pod = PodEvidence(key, known is not None or earlier.watched or uid in before.shown, holdings)
         if key in keys or uid in before_heard or (inherited is not None and uid not in inherited):
             heard_of.add(uid)
         if lives(uid, pod):
@@ -326,13 +329,12 @@ def join(
             ended.update(id(match) for match in found.values())
             leftover.update(*held.values())
     lasting = {pod.key for pod in pods.values()} | {pod.key for pod in view.pods.values() if not pod.finished}
-    ended.update(id(each) for each in listed.holdings if _key(each) in over and _key(each) not in lasting)
+    gone = frozenset(over) - lasting
+    ended.update(id(each) for each in listed.holdings if gone and each.pod_key in gone)
     # Their entries are left out, too: nothing would say later whose these are.
-    listed = replace(listed, holdings=tuple(each for each in listed.holdings if id(each) not in ended))
-    order = sorted(
-        [*listed.holdings, *hidden],
-        key=lambda each: (each.namespace, each.pod, each.container, each.resource),
-    )
+    kept = tuple(each for each in listed.holdings if id(each) not in ended) if ended else listed.holdings
+    listed = replace(listed, holdings=kept)
+    order = sorted([*listed.holdings, *hidden], key=attrgetter("namespace", "pod", "container", "resource"))
     finished = frozenset(uid for uid, each in view.pods.items() if each.finished)
     joined = Record(
         tuple(order),
@@ -351,8 +353,9 @@ def join(
     former = {uid: key for uid, key in before.names.items() if uid in by_pod or not fresh}
     own = {uid: view.pods[uid].key for uid in by_pod if uid in view.pods and view.pods[uid].uid == uid}
     names = {**named, **former, **own}
+    shown = (before.shown & former.keys()) | own.keys()
     return Evidence(
-        pods, frozenset(outlived), frozenset(heard_of), nameless, names, inherited, listed, joined
+        pods, frozenset(outlived), frozenset(heard_of), nameless, names, shown, inherited, listed, joined
     )
 
 
@@ -428,7 +431,7 @@ def _matches(
         return any(
             (*key, place[0]) in listed.containers
             and (uid, *place) in written
-            and ((match := shown.get((*place, ids))) is None or _key(match) != key)
+            and ((match := shown.get((*place, ids))) is None or match.pod_key != key)
             for place, ids in by_pod[uid].items()
         )
 
@@ -438,7 +441,7 @@ def _matches(
         for place, ids in held.items():
             if (match := shown.get((*place, ids))) is None:
                 continue
-            key = _key(match)
+            key = match.pod_key
             may_be = called is None and former in (None, key) and owners.get(key, uid) == uid
             if called == key or (may_be and not is_another(key, uid)):
                 found.setdefault(uid, {})[place] = match
@@ -482,8 +485,4 @@ def _uids(pods: Mapping[str, PodEvidence]) -> Mapping[PodKey, str]:
 
 
 def _keys(listed: Record) -> frozenset[PodKey]:
-    return frozenset(names[:2] for names in listed.containers) | {_key(each) for each in listed.holdings}
-
-
-def _key(holding: Holding) -> PodKey:
-    return holding.namespace, holding.pod
+    return listed.pods.union([each.pod_key for each in listed.holdings])

@@ -24,7 +24,7 @@ from grpclib.protocol import H2Protocol
 from grpclib.server import Server, Stream
 
 from agent.kit.tasks import describe
-from agent.kubelet.wire import Codec
+from agent.kubelet.wire import Codec, DataInRuns
 
 # Frames of one turn of the event loop leave in one write.
 #
@@ -82,6 +82,8 @@ class CorkedProtocol(H2Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = CorkedTransport(cast("asyncio.Transport", transport))
         super().connection_made(self.transport)
+        peer = self.connection._connection  # noqa: SLF001
+        peer.incoming_buffer = DataInRuns(server=not peer.config.client_side)
 
 
 log = structlog.get_logger()

@@ -13,7 +13,8 @@ from typing import Protocol, TypeVar
 
 from grpclib.encoding.base import CodecBase
 from h2.connection import H2Connection
-from hyperframe.frame import Frame
+from h2.frame_buffer import FrameBuffer
+from hyperframe.frame import DataFrame, Frame
 
 from agent._proto import v1beta1
 from agent.kit.tasks import Cell
@@ -128,6 +129,33 @@ H2Connection.MAX_CLOSED_STREAMS = 1024
 Frame.__repr__ = object.__repr__  # type: ignore[method-assign]
 
 
+HEAD = 9  # bytes before a frame's body: three of its length, type, flags, four of its stream
+
+
+class DataInRuns(FrameBuffer):
+    """Frames as h2 reads them, but data of one stream in a row as one frame: where it is cut says nothing.
+
+    The kubelet sends a long list in pieces of 16 KiB, each of which costs h2 and grpclib 50 µs.
+    """
+
+    def __next__(self) -> Frame:
+        frame = super().__next__()
+        # Neither padded nor the last of its stream.
+        if isinstance(frame, DataFrame) and frame.data and not frame.flags:
+            data, bodies, at = self._data, [frame.data], 0
+            alike = bytes((frame.type, 0)) + frame.stream_id.to_bytes(4, "big")
+            while data.startswith(alike, at + 3):
+                length = int.from_bytes(data[at : at + 3], "big")
+                stop = at + HEAD + length
+                if not 0 < length <= self.max_frame_size or stop > len(data):
+                    break
+                bodies.append(bytes(data[at + HEAD : stop]))
+                at = stop
+            del data[:at]
+            frame.data = b"".join(bodies)
+        return frame
+
+
 class MalformedMessage(ValueError):
     """Bytes that are not the protocol buffer message that was expected."""
 
@@ -180,8 +208,7 @@ def _preference(data: bytes, start: int, end: int) -> PreferenceRequest:
     at = start
     while at < end:
         if data[at] == TEXT_1 and (stop := short_end(data, at, end)):
-            available.append(data[at + 2 : stop])
-            at = stop
+            at = texts_alike(data, at, stop, end, available)
             continue
         number, wire, low, high, at = field_at(data, at, end)
         if number == 1 and wire == 2:
@@ -199,8 +226,7 @@ def _ids(data: bytes, start: int, end: int) -> tuple[str, ...]:
     at = start
     while at < end:
         if data[at] == TEXT_1 and (stop := short_end(data, at, end)):
-            found.append(data[at + 2 : stop])
-            at = stop
+            at = texts_alike(data, at, stop, end, found)
             continue
         number, wire, low, high, at = field_at(data, at, end)
         if number == 1 and wire == 2:
@@ -216,6 +242,15 @@ def short_end(data: bytes, at: int, end: int) -> int:
     length = data[at + 1] if at + 1 < end else 128
     stop = at + 2 + length
     return stop if length < 128 and stop <= end else 0
+
+
+def texts_alike(data: bytes, at: int, stop: int, end: int, found: list[bytes]) -> int:
+    """Take the short field in data[at:stop] and those after it of the same key and length; where they end."""
+    head, step = data[at : at + 2], stop - at
+    while stop <= end and data.startswith(head, at):
+        found.append(data[at + 2 : stop])
+        at, stop = stop, stop + step
+    return at
 
 
 def submessages(data: bytes, start: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:

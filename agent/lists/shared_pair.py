@@ -164,13 +164,14 @@ class SharedPair:
             reduced = self._reduced[gpu.uuid] = (key, grown, self._bare[key].without(grown))
         mode = self.modes.value.of(gpu.uuid)
         keeps = mode.plugin_mode is sharing.mode and state.healthy and not sharing.unready(gpu.uuid)
-        offerable = keeps and mode.offered and not sharing.full(gpu.uuid)
+        room = keeps and not sharing.full(gpu.uuid)
+        offerable, drains = room and mode.offered, room and not mode.offered
         known, pool = self._pools.get(gpu.uuid), reduced[2]
         if known and known.blocks is pool.blocks:
             pool = known  # it is asked for many times before something changes
-        if (pool.index, pool.offerable, pool.keeps) == (gpu.index, offerable, keeps):
+        if (pool.index, pool.offerable, pool.keeps, pool.drains) == (gpu.index, offerable, keeps, drains):
             return pool
-        return replace(pool, index=gpu.index, offerable=offerable, keeps=keeps)
+        return replace(pool, index=gpu.index, offerable=offerable, keeps=keeps, drains=drains)
 
     async def run(self) -> None:
         await follow(self.refresh, self.inventory, self.modes, self._record)

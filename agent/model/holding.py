@@ -83,6 +83,11 @@ class Holding:
     def holder(self) -> Holder:
         return Holder(self.namespace, self.pod, self.container)
 
+    @cached_property
+    def pod_key(self) -> tuple[str, str]:
+        """Namespace and name of the pod."""
+        return (self.namespace, self.pod)
+
     @property
     def listed(self) -> bool:
         """Whether the kubelet lists it; else a plain init container may hold it, whether it runs or not."""
@@ -199,6 +204,9 @@ class PairMember(Enum):
     CORE = "core"
     MEMORY = "memory"
 
+    # Enum's own is a call of Python, and a place in a record is looked up by container and member.
+    __hash__ = object.__hash__
+
     @property
     def other(self) -> "PairMember":
         return PairMember.MEMORY if self is PairMember.CORE else PairMember.CORE
@@ -216,6 +224,7 @@ class UnitPool:
     block_set: frozenset[str]
     offerable: bool = True  # healthy, in this mode and not draining
     keeps: bool = True  # healthy and in this mode: what was reserved of it is handed out, draining or not
+    drains: bool = False  # it keeps, and is offered to nobody new: a pod that has begun on it goes on there
 
     @classmethod
     def of(cls, pair: ResourcePair, gpu: str, index: int, memory_bytes: int) -> Self:
@@ -277,7 +286,7 @@ class PairHoldings:
         """Those of each pod, by its namespace and name."""
         found: dict[tuple[str, str], list[Holding]] = {}
         for each in (*self.cores, *self.blocks):
-            found.setdefault(each.holder.pod_key, []).append(each)
+            found.setdefault(each.pod_key, []).append(each)
         return found
 
     @cached_property
@@ -415,7 +424,8 @@ class Ledger:
     ) -> dict[str, FreeGpu]:
         """Free units of each offerable GPU for a container, by UUID: not `taken`, and not owed to others."""
         others = [each for each in self.reservations if each.holder != asking]
-        shut = self.whole - {each.partition(SEPARATOR)[0] for each in own}
+        begun = {each.partition(SEPARATOR)[0] for each in own}
+        shut = self.whole - begun
         # One of an init container whose cores the asking one inherits shuts its heir out of nothing.
         strangers = (each for each in others if not (each.core_ids and each.core_ids <= own))
         shut |= {gpu for each in strangers if each.demand.whole for gpu in each.gpus}
@@ -427,7 +437,7 @@ class Ledger:
         return {
             pool.gpu: _free_gpu(pool, taken, owed[pool.gpu], pool.gpu in shut)
             for pool in self.pools.values()
-            if pool.offerable
+            if pool.offerable or (pool.drains and pool.gpu in begun)
         }
 
 

@@ -227,7 +227,7 @@ class Pod(msgspec.Struct, frozen=True, dict=True):
         ]
         return (*early, *(Container(each.name, self.asked_of(each)) for each in self.spec.containers))
 
-    @property
+    @cached_property
     def ending(self) -> bool:
         """Whether deletion was asked for."""
         return self.metadata.deletion_timestamp is not None
@@ -242,7 +242,7 @@ class Pod(msgspec.Struct, frozen=True, dict=True):
         """Whether plain init containers ask for devices, which PodResources never shows."""
         return any(each.stage is Stage.INIT and each.limits for each in self.containers)
 
-    @property
+    @cached_property
     def devices(self) -> bool:
         """Whether any container asks for devices."""
         return any(each.limits for each in self.containers)
@@ -265,7 +265,7 @@ class Pod(msgspec.Struct, frozen=True, dict=True):
             if each.container_id
         }
 
-    @property
+    @cached_property
     def finished(self) -> bool:
         """Whether it runs no more, and so holds nothing."""
         return self.status.phase in FINISHED

@@ -12,7 +12,7 @@ import structlog
 from agent.holdings.holdings import HoldingsWatch
 from agent.kit.tasks import Backoff
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
-from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation
+from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation, Source
 from agent.model.modes import ResourcePair
 from agent.model.placement import ASSIGNED, HINT, places
 from agent.model.pod import (
@@ -168,14 +168,12 @@ def askers(
             continue
         wanting = [each for each in pod.containers if each.limits.get(resource)]
         # Containers before one that holds the resource were served.
-        first = max(
-            (
-                n
-                for n, each in enumerate(wanting, 1)
-                if (Holder(*pod.key, each.name), member) in held.by_place
-            ),
-            default=0,
-        )
+        holding = {
+            each.container
+            for each in held.by_pod.get(pod.key, ())
+            if each.resource == resource and each.source is not Source.FORGOTTEN
+        }
+        first = max((n for n, each in enumerate(wanting, 1) if each.name in holding), default=0)
         for container in wanting[first:]:
             if (pod.uid, container.name) in served:
                 continue
@@ -336,12 +334,14 @@ class RequesterResolver:
                 # by the next kubelet. The first is beside an admission, whose own call then waits; the second
                 # before that kubelet has heard of others, and by now who was just rejected is out.
                 found = [each for each in found if not each.pod.started] or found
-            if len(found) == 1 and facts.known and not found[0].pod.ending:
+            # A static pod that is being admitted is listed, and its mirror not there yet.
+            alike = len(found) > 1 or (facts.absent and any(each.pod.started for each in found))
+            if found and not alike and facts.known and not found[0].pod.ending:
                 return facts, found[0]
             now = anyio.current_time()
             if facts.known:
                 # Equal pods are not the same: whose limits a container gets depends on who it is.
-                doubt, budget, until = len(found) > 1, self._alike, alike_until
+                doubt, budget, until = bool(alike), self._alike, alike_until
             else:
                 doubt = self._source.answers and alone() and not asked.useless
                 budget, until = self._away, away_until
@@ -352,7 +352,7 @@ class RequesterResolver:
                 break
             if doubt:
                 # Their answers may come now, and the ends of pods that look alike.
-                asked.forget({each.pod.key for each in found} if facts.known else ())
+                asked.forget(facts.absent.union(each.pod.key for each in found) if facts.known else ())
             pauses.longest = LONGEST_PAUSE_SECONDS if facts.known else AWAY_PAUSE_SECONDS
             pause = pauses.next()
             await anyio.sleep(pause if attempt < TRIES else min(pause, until - now))
@@ -424,7 +424,8 @@ class RequesterResolver:
 
 def _nobody(facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:
     waiting = [each.pod.key for each in found if not each.pod.ending or len(found) > 1]
-    keys = list(dict.fromkeys([*waiting, *sorted(facts.unknown)]))
+    unseen = facts.unknown | facts.absent if waiting else facts.unknown
+    keys = list(dict.fromkeys([*waiting, *sorted(unseen)]))
     if facts.problem:
         text = (
             f"who asks for {asked} is not known, and nothing is guessed: neither the kubelet's PodResources "

@@ -40,6 +40,7 @@ OUT_OF = "OutOf"  # begins the reason of the kubelet's own fit check, which coun
 
 Used = dict[str, Counter[Unit]]
 Entry = tuple[str, str, str, Allocation]  # UID, container, resource
+Lists = dict[str, set[str]]  # healthy devices, by resource
 
 
 def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Callable[[], None]:
@@ -47,6 +48,7 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
     before, allocate, free = Life._reject, DeviceManager.allocate, DeviceManager.free_inactive
     begin = PodWorkers.start
     offered: dict[str, Used] = {}  # by UID; one pod at a time is admitted
+    listed: Lists = {}  # as it was admitted
     freed: deque[tuple[float, list[Entry]]] = deque()  # what was in use until then
 
     async def seen(
@@ -56,6 +58,8 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
             self.free_inactive()  # as the kubelet is about to do
             offered.clear()
             offered[uid] = _used(self, uid)
+            listed.clear()
+            listed.update(self.tables.healthy)
         await allocate(self, pod, uid, container, running)
 
     def free_inactive(self: DeviceManager) -> None:
@@ -73,7 +77,8 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
         now, late = anyio.current_time(), freed if NOT_LISTED in message else ()
         views += [_sum(entries, pod.uid) for since, entries in late if now - since <= OFFER_SECONDS]
         excuses.note()
-        judged = Judged(world, excuses, pod, message)
+        lists = listed if pod.uid in offered else self.devices.tables.healthy
+        judged = Judged(world, excuses, pod, message, lists)
         looked_at = not (OTHERS in message or pod.deleting or pod.spec.static)
         looked_at &= not (reason.startswith(OUT_OF) and _runs_without(self, reason.removeprefix(OUT_OF)))
         if looked_at and _unexcused(excuses, judged, views):
@@ -103,11 +108,12 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
 class Judged:
     """A pod that was refused, and whether it would fit."""
 
-    def __init__(self, world: World, excuses: Excuses, pod: Pod, message: str) -> None:
-        """`message`: why, in the kubelet's words and the agent's."""
+    def __init__(self, world: World, excuses: Excuses, pod: Pod, message: str, listed: Lists) -> None:
+        """`message`: why, in the kubelet's words and the agent's. `listed`: what the kubelet could offer."""
         self._world = world
         self._excuses = excuses
         self._pod = pod
+        self._listed = listed
         # It could not read who holds the GPUs that were offered.
         self._unread = NOT_READ in message
         # Somebody holds one: who ended while the kubelet was away does so by all that can be read, until the
@@ -152,10 +158,17 @@ class Judged:
 
     def _reached(self, uuid: str, mode: Mode) -> bool:
         excuses = self._excuses
-        if not excuses.applies(uuid) or excuses.of(uuid, mode, answered=self._answered) is not None:
+        # The agent chooses among what it is offered: what its lists lack it learns too late, asked or not.
+        answered = self._answered and self._was_offered(uuid, mode)
+        if not excuses.applies(uuid) or excuses.of(uuid, mode, answered=answered) is not None:
             return True
         # Whole GPUs that were handed out before are handed out again by a reading alone.
         return (self._unread and excuses.records_are_away()) or (self._kept and excuses.calls_fail())
+
+    def _was_offered(self, uuid: str, mode: Mode) -> bool:
+        pair = MPS if mode is Mode.MPS else VGPU
+        wanted = {pair.core, pair.memory} & (self._wants or {}).keys()
+        return all(any(each.startswith(uuid) for each in self._listed.get(name, ())) for name in wanted)
 
     def _forgotten(self, resource: str) -> bool:
         """Whether the kubelet offers what it knows to be held (`acts.kubelets.forget`)."""

@@ -13,6 +13,7 @@ from agent.model.cuda import MEMORY_LIMIT, THREAD_PERCENTAGE
 from agent.model.modes import Mode
 from agent.model.pod import CORES, MPS
 from agent.nvml.port import ComputeMode
+from agent.pairing.pairing import SETTLED_SECONDS
 from agent.simulator.demo.screen import Screen
 from agent.simulator.demo.stage import Stage
 from agent.simulator.kubelet import ContainerSpec, PodSpec
@@ -59,6 +60,8 @@ class _Act:
             f"{MPS.memory}: {memory} GiB."
         )
         pods = [_pod(*share) for share in SHARES]
+        # The daemons came up one by one: until its list has settled, a GPU is chosen after all others.
+        await anyio.sleep(SETTLED_SECONDS)
         await stage.run(*pods)
         uuid = self._gpu(pods[0])
         stage.check(all(self._gpu(pod) == uuid for pod in pods), "the pods do not share one GPU")

@@ -46,12 +46,14 @@ def write(folder: Path, data: Mapping[str, Any]) -> None:
 def read(folder: Path) -> tuple[PodDevices, tuple[str, ...]] | None:
     """Held devices and the names of the resources that were registered; None: no file. Blocks.
 
-    Raises ValueError for a file that was tampered with.
+    Raises ValueError for one that is torn or was tampered with.
     """
     try:
-        document: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        document: object = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    if not isinstance(document, dict) or not document.keys() >= {"Data", "Checksum"}:
+        raise ValueError(f"{folder / FILE_NAME} is no checkpoint; remove the file to start again")
     data = document["Data"]
     if document["Checksum"] != _checksum(data):
         raise ValueError(f"{folder / FILE_NAME}: the checksum does not fit; remove the file to start again")

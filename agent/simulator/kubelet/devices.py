@@ -52,8 +52,15 @@ class DeviceManager:
         self.sources_ready = False
 
     async def load(self) -> bool:
-        """Read the checkpoint; whether there was one. Its resources count 0 until they register again."""
-        found = await anyio.to_thread.run_sync(checkpoint_file.read, self._folder)
+        """Read the checkpoint; whether there was one. Its resources count 0 until they register again.
+
+        With one that it cannot read the real one goes on as if it held nothing (`manager.go`, `Start`).
+        """
+        try:
+            found = await anyio.to_thread.run_sync(checkpoint_file.read, self._folder)
+        except ValueError as error:
+            logger.error("checkpoint_not_read", cause=str(error))
+            return True
         if found is None:
             return False
         self.tables.pods, resources = found

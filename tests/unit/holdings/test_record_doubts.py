@@ -52,6 +52,27 @@ async def test_limits_of_a_pod_whose_object_is_gone_wait_for_the_kubelets_word(
         group.cancel_scope.cancel()
 
 
+async def test_what_outlives_its_object_ends_though_the_next_of_its_name_is_listed(node: Node) -> None:
+    """Storm 1000081: the next of a name, made after a deletion by force, was taken to have devices."""
+    node.know("u", "trains")
+    node.kubelet.pods = {"trains": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    assert await node.held()
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.watch._follow_pods)
+        await anyio.wait_all_tasks_blocked()
+        del node.pods["u"]
+        node.changes.publish(None)
+        await anyio.wait_all_tasks_blocked()
+        assert await node.held()  # the kubelet has not heard of it yet
+        node.know("v", "trains")
+        await anyio.wait_all_tasks_blocked()
+        assert await node.held()
+        node.kubelet.pods = {"trains": {"main": ""}}  # it has: this is the next one, which is being admitted
+        assert await node.held() == set()
+        group.cancel_scope.cancel()
+
+
 async def test_a_pod_that_has_finished_leaves_no_doubt(node: Node) -> None:
     node.know("u", "trains")
     node.kubelet.pods = {"trains": {"main": A}}

@@ -1,13 +1,17 @@
 """Frames of one turn of the event loop leave in one piece, and nothing is lost or stands back."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import anyio.lowlevel
 import pytest
-from hyperframe.frame import DataFrame, Frame
+from h2.exceptions import FrameTooLargeError
+from h2.frame_buffer import FrameBuffer
+from hyperframe.frame import DataFrame, Frame, WindowUpdateFrame
 
 from agent.kubelet.grpc_server import LARGEST, CorkedTransport
+from agent.kubelet.wire import DataInRuns
 
 pytestmark = pytest.mark.anyio
 
@@ -68,3 +72,56 @@ async def test_no_received_frame_is_written_out_for_a_log(monkeypatch: pytest.Mo
     monkeypatch.setattr(DataFrame, "serialize_body", written.append)
     assert "DataFrame" in repr(DataFrame(1, b"x" * 16384))
     assert not written
+
+
+def _frames() -> list[Any]:
+    """Data of two streams, with what may stand between: headers, padding, an end, an empty frame."""
+    made: list[Any] = []
+    for number, stream in enumerate((1, 1, 1, 3, 1, 1, 3, 3, 1, 1, 1, 1)):
+        frame = DataFrame(stream)
+        frame.data = bytes((number,)) * (number * 100)
+        made.append(frame)
+    made[8].flags.add("PADDED")
+    made[8].pad_length = 5
+    made[11].flags.add("END_STREAM")
+    made.insert(3, WindowUpdateFrame(1, window_increment=7))
+    return made
+
+
+def _read(buffer: FrameBuffer, pieces: Iterable[bytes], largest: int = 2000) -> list[Frame]:
+    buffer.max_frame_size = largest
+    found: list[Frame] = []
+    for piece in pieces:
+        buffer.add_data(piece)
+        found += buffer
+    return found
+
+
+def _together(frames: Iterable[Any]) -> list[object]:
+    """The words of frames, with plain data of one stream in a row put together."""
+    said: list[list[Any]] = []
+    for frame in frames:
+        plain = isinstance(frame, DataFrame) and not frame.flags
+        if plain and said and said[-1][:2] == [True, frame.stream_id]:
+            said[-1][2] += frame.data
+        elif plain:
+            said.append([True, frame.stream_id, frame.data])
+        else:
+            said.append([False, frame.serialize()])
+    return list(said)
+
+
+@pytest.mark.parametrize("size", [1, 7, 250, 1000, 1 << 20])
+def test_data_in_a_row_is_one_frame_however_it_comes(size: int) -> None:
+    sent = b"".join(frame.serialize() for frame in _frames())
+    pieces = [sent[at : at + size] for at in range(0, len(sent), size)]
+    found = _read(DataInRuns(), pieces)
+    assert _together(found) == _together(_read(FrameBuffer(), pieces))
+    if size > len(sent):
+        assert len(found) == 9  # of 13
+
+
+def test_a_piece_of_data_that_is_too_long_ends_the_connection() -> None:
+    first, long = DataFrame(1, b"a" * 100), DataFrame(1, b"a" * 101)
+    with pytest.raises(FrameTooLargeError):
+        _read(DataInRuns(), [first.serialize() + long.serialize()], largest=100)

@@ -1,8 +1,12 @@
+import anyio
+import pytest
+
 from agent.model.holding import PairHoldings, PairMember, Record
 from agent.model.pod import VGPU
-from agent.pairing.resolver import askers
+from agent.pairing.resolver import DOUBT_SECONDS, PairRefused, askers
 from tests.pods import changed
-from tests.unit.pairing.kubelet_model import pod, share
+from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
+from tests.virtual_time import in_virtual_time
 
 
 def test_a_pod_that_ends_asks_for_nothing() -> None:
@@ -24,3 +28,37 @@ def test_without_a_record_one_that_ends_may_be_asking_and_any_container_of_its_s
         ("two", "first"),
         ("two", "second"),
     ]
+
+
+@pytest.mark.parametrize("then", ["its mirror never comes", "it is listed no more", "its mirror comes"])
+@in_virtual_time
+async def test_a_static_pods_share_is_not_given_to_one_that_runs(then: str) -> None:
+    """Storm 1000081: a kubelet without its checkpoint listed the one that ran without its devices."""
+    kubelet = KubeletModel()
+    runs = pod("runs", share("main", 30, 10), phase="Running", started=True)
+    static = pod("static-node1", share("main", 30, 10))
+    kubelet.api[runs.key] = runs
+    kubelet.taken_up = {each.key: Admission(each) for each in (runs, static)}
+    free = sorted(kubelet.listed(PairMember.CORE))
+    async with anyio.create_task_group() as group:
+
+        async def later() -> None:
+            await anyio.sleep(2)
+            if then == "it is listed no more":
+                del kubelet.taken_up[static.key]
+            elif then == "its mirror comes":
+                kubelet.api[static.key] = static
+
+        group.start_soon(later)
+        if then == "its mirror never comes":
+            with pytest.raises(PairRefused, match="default/runs, default/static-node1: nothing is guessed"):
+                await kubelet.pairing.prefer(PairMember.CORE, 30, free)
+            assert anyio.current_time() <= DOUBT_SECONDS + 1
+        else:
+            ids = await kubelet.pairing.prefer(PairMember.CORE, 30, free)
+            grant = await kubelet.pairing.allocate(PairMember.CORE, ids)
+            assert grant.pod == (static if then == "its mirror comes" else runs)
+    # One that waits is served at once.
+    began = anyio.current_time()
+    await kubelet.admit(pod("waits", share("main", 20, 11)))
+    assert anyio.current_time() == began

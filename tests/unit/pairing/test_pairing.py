@@ -81,6 +81,29 @@ async def test_a_draining_gpu_keeps_its_promise_and_sells_nothing_more() -> None
         await kubelet.admit(pod("b", share("main", 10, 5)))
 
 
+async def test_a_gpu_that_begins_to_drain_between_two_containers_still_serves_the_heir() -> None:
+    for seed in range(6):
+        kubelet = KubeletModel(gpus=2, seed=seed)
+        gpu = kubelet.inventory.value.gpus[0].uuid
+
+        def drain(step: int, gpu: str = gpu, kubelet: KubeletModel = kubelet) -> None:
+            if step == 4:  # the init container has both members
+                closed = GpuMode(Mode.VGPU, Offering.CLOSED)
+                kubelet.modes.publish(Assignment({**kubelet.modes.value.gpus, gpu: closed}))
+                kubelet.shares.restock()
+
+        both = pod("both", share("init", 20, 5, Stage.INIT), share("main", 10, 5))
+        await kubelet.admit(both, drain)
+        assert index(kubelet, both.key) == index(kubelet, both.key, "init") == [0]
+        # Nobody else is served of it, and one that leaves the mode serves nobody.
+        await kubelet.admit(pod("other", share("main", 10, 5)))
+        assert index(kubelet, ("default", "other")) == [1]
+        kubelet.modes.publish(Assignment({}))
+        kubelet.shares.restock()
+        with pytest.raises(PairRefused):
+            await kubelet.pairing.allocate(PairMember.CORE, [f"{gpu}::c50"])
+
+
 async def test_mps_pairs_are_told_apart_by_the_same_code() -> None:
     kubelet = KubeletModel(
         gpus=2, blocks=41, pair=MPS, mode=Mode.MPS
