@@ -119,13 +119,16 @@ class DraDoor:
             await self.publisher.tainted(STOPPING_SECONDS)
 
     async def _keep(self) -> None:
-        """Keep the ledger true to the kubelet's record, for ever."""
+        """Keep the ledger true to the kubelet's record, for ever, however often claims come and go."""
+        due = anyio.current_time() + LOOK_SECONDS
         while True:
             pause, seen = self.ledger.cool(), self.ledger.held.version
-            with anyio.move_on_after(min(LOOK_SECONDS, LOOK_SECONDS if pause is None else pause)) as waited:
+            left = due - anyio.current_time()
+            with anyio.move_on_after(left if pause is None else min(left, pause)):
                 await self.ledger.held.wait_change(seen)
-            if waited.cancelled_caught:
+            if anyio.current_time() >= due:
                 await self._read()
+                due = anyio.current_time() + LOOK_SECONDS
 
     async def _read(self) -> bool:
         """Whether there is a record to read."""

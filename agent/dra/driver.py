@@ -15,7 +15,7 @@ import structlog
 
 from agent.cluster.api import ApiError, ApiRefused, KubeApi
 from agent.dra.claims import Bounds, ClaimRefused, asked, check_containers, devices_of
-from agent.dra.ledger import ClaimLedger
+from agent.dra.ledger import ClaimCall, ClaimLedger
 from agent.inventory.snapshot import Snapshot
 from agent.kit.tasks import Backoff, Cell
 from agent.kubelet.claim_service import ClaimName, DeviceVerdict, PreparedShare
@@ -91,6 +91,14 @@ class ClaimPreparer:
 
     async def prepare(self, claims: Sequence[ClaimName]) -> Answers:
         """The devices of each claim, or why there are none."""
+        calls = {uid: self._ledger.begin(uid) for uid in {each.uid for each in claims}}
+        try:
+            return await self._prepare(claims, calls)
+        finally:
+            for call in calls.values():
+                self._ledger.end(call)
+
+    async def _prepare(self, claims: Sequence[ClaimName], calls: Mapping[str, ClaimCall]) -> Answers:
         started = perf_counter()
         answers: Answers = {}
         read: dict[str, ResourceClaim] = {}
@@ -105,7 +113,8 @@ class ClaimPreparer:
             for name in claims:
                 if name.uid in held and name.uid not in answers:
                     owned = name.uid in read and read[name.uid].owned
-                    group.start_soon(self._made_ready, held[name.uid], pods, owned, deadline, answers)
+                    call, claim = calls[name.uid], held[name.uid]
+                    group.start_soon(self._made_ready, call, claim, pods, owned, deadline, answers)
         for name in claims:
             answer = answers[name.uid]
             outcome = "refused" if isinstance(answer, str) else "prepared"
@@ -221,9 +230,15 @@ class ClaimPreparer:
                         answers[each.uid] = str(error)
 
     async def _made_ready(
-        self, claim: HeldClaim, pods: Sequence[Pod], owned: bool, deadline: float, answers: Answers
+        self,
+        call: ClaimCall,
+        claim: HeldClaim,
+        pods: Sequence[Pod],
+        owned: bool,
+        deadline: float,
+        answers: Answers,
     ) -> None:
-        entered = done = False
+        done = False
         why = ""
         try:
             with anyio.CancelScope(deadline=deadline):
@@ -232,8 +247,9 @@ class ClaimPreparer:
                 known = claim.uid in self._ledger.held.value and claim.uid not in self._ledger.unanswered
                 for uuid in sorted(claim.gpus):
                     self._given(claim, uuid, known=known)
-                await self._ledger.enter(claim)
-                entered, why = True, ""
+                if not await self._ledger.enter(call, claim):
+                    raise ClaimRefused(_given_back(claim))
+                why = ""
                 for uuid in sorted(claim.gpus):
                     await self._switched(claim, uuid, known=known)
                 while not done:
@@ -246,10 +262,10 @@ class ClaimPreparer:
         except (ClaimRefused, SetUpFailed) as error:
             answers[claim.uid] = str(error)
         finally:
-            if entered and not done:
-                self._ledger.leave(claim)
-        if done and not self._ledger.answered(claim):
-            answers[claim.uid] = f"{claim} was given back while it was prepared"
+            if not done:  # the request's other claims may wait on
+                self._ledger.end(call)
+        if done and not self._ledger.answered(call, claim):
+            answers[claim.uid] = _given_back(claim)
         if claim.uid not in answers:
             late = self._ledger.obstacle(claim) or why or self._late(claim)
             answers[claim.uid] = f"{claim} is not ready after {PREPARE_SECONDS:g} s: {late}"
@@ -328,6 +344,10 @@ class ClaimPreparer:
             )
             for each in claim.devices
         ]
+
+
+def _given_back(claim: HeldClaim) -> str:
+    return f"{claim} was given back while it was prepared"
 
 
 def _serves(now: GpuMode, mode: Mode, *, known: bool) -> bool:

@@ -24,6 +24,14 @@ from agent.modes.desired import ClaimRequests
 RECORDED_SECONDS = 10.0
 
 
+class ClaimCall:
+    """A call under way that asks for a claim, which may be given back before it ends."""
+
+    def __init__(self, uid: str) -> None:
+        self.uid = uid
+        self.given_back = False
+
+
 class ClaimLedger:
     """Publishes in `requests` the mode of each GPU on which there are claims, or were a moment ago."""
 
@@ -35,7 +43,7 @@ class ClaimLedger:
         self._size = size
         self._keep_seconds = keep_seconds
         self._answered: dict[str, float] = {}  # when claims were last asked for or answered, by UID
-        self._asking: dict[str, int] = {}  # calls under way, by UID
+        self._asking: dict[str, set[ClaimCall]] = {}  # calls under way, by UID
         self._new: set[str] = set()  # claims that nobody was answered yet
         self._warm: dict[str, float] = {}  # until when an idle GPU's daemon stays, by UUID
         self.held: Cell[Mapping[str, HeldClaim]] = Cell(MappingProxyType({}))
@@ -76,25 +84,42 @@ class ClaimLedger:
         }
         self._put({**claims, **self.held.value})
 
-    async def enter(self, claim: HeldClaim) -> None:
+    def begin(self, uid: str) -> ClaimCall:
+        """A claim is asked for; `end` follows."""
+        call = ClaimCall(uid)
+        self._asking.setdefault(uid, set()).add(call)
+        return call
+
+    def end(self, call: ClaimCall) -> None:
+        """Its claim goes where no call is left, and none was answered with devices. May be called again."""
+        uid = call.uid
+        calls = self._asking.get(uid, set())
+        calls.discard(call)
+        if calls or self._asking.pop(uid, None) is None or uid not in self._new:
+            return
+        self._new.discard(uid)
+        self._put({other: each for other, each in self.held.value.items() if other != uid})
+
+    async def enter(self, call: ClaimCall, claim: HeldClaim) -> bool:
         """Return once its devices are its own, all of them; bound it with a cancel scope.
 
-        `leave` follows where it is not prepared after all.
+        False: it was unprepared meanwhile.
         """
-        self._asking[claim.uid] = self._asking.get(claim.uid, 0) + 1
-        try:
-            await self.held.wait_for(lambda held: claim.uid in held or not self.obstacle(claim))
-        except BaseException:
-            self._asked(claim.uid)
-            raise
+        await self.held.wait_for(
+            lambda held: call.given_back or claim.uid in held or not self.obstacle(claim)
+        )
+        if call.given_back:
+            return False
         if claim.uid not in self.held.value:
             self._new.add(claim.uid)
             others = {uid: each for uid, each in self.held.value.items() if each.key != claim.key}
             self._put({**others, claim.uid: claim})
+        return True
 
-    def answered(self, claim: HeldClaim) -> bool:
+    def answered(self, call: ClaimCall, claim: HeldClaim) -> bool:
         """A call has been answered with its devices. False: it was unprepared meanwhile."""
-        self._asked(claim.uid)
+        if call.given_back:
+            return False
         self._new.discard(claim.uid)
         self._answered[claim.uid] = monotonic()
         return claim.uid in self.held.value
@@ -104,17 +129,12 @@ class ClaimLedger:
         """UIDs of claims that are being prepared for the first time."""
         return frozenset(self._new)
 
-    def leave(self, claim: HeldClaim) -> None:
-        """A call that had entered is not answered with devices."""
-        self._asked(claim.uid)
-        if claim.uid in self._new and claim.uid not in self._asking:
-            self._new.discard(claim.uid)
-            self._put({uid: each for uid, each in self.held.value.items() if uid != claim.uid})
-
     def unprepared(self, uid: str, key: tuple[str, str]) -> None:
         """Nobody uses a claim any more. `key`: its namespace and name."""
         self._answered[uid] = monotonic()  # a reading that began before may show it still
         self._new.discard(uid)
+        for call in self._asking.pop(uid, ()):  # it may be past cancelling, or still wait for others' devices
+            call.given_back = True
         adopted = "/".join(key)
         claim = self.held.value.get(uid) or self.held.value.get(adopted)
         if claim is None:
@@ -123,11 +143,6 @@ class ClaimLedger:
             until = anyio.current_time() + self._keep_seconds
             self._warm |= {each.share.gpu: until for each in claim.devices if each.share.mode is SHARES}
         self._put({each: other for each, other in self.held.value.items() if each not in (uid, adopted)})
-
-    def _asked(self, uid: str) -> None:
-        left = self._asking.pop(uid) - 1
-        if left:
-            self._asking[uid] = left
 
     def obstacle(self, claim: HeldClaim) -> str:
         """Who keeps a claim from its devices, in words; empty: nobody."""

@@ -7,7 +7,7 @@ from time import monotonic
 import anyio
 import pytest
 
-from agent.dra.ledger import RECORDED_SECONDS, ClaimLedger
+from agent.dra.ledger import RECORDED_SECONDS, ClaimCall, ClaimLedger
 from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Source
 from agent.model.modes import SHARES, WHOLE_GPUS, Mode
@@ -36,9 +36,19 @@ def ledger(keep: float = 0.0) -> tuple[ClaimLedger, Cell[Mapping[str, Mode]]]:
 
 async def taken(book: ClaimLedger, *claims: HeldClaim) -> None:
     for each in claims:
+        call = book.begin(each.uid)
         with anyio.fail_after(1):
-            await book.enter(each)
-        assert book.answered(each)
+            assert await book.enter(call, each)
+        assert book.answered(call, each)
+        book.end(call)
+
+
+async def asks(book: ClaimLedger, each: HeldClaim) -> ClaimCall:
+    """A call for it that waits for nobody, and is under way."""
+    call = book.begin(each.uid)
+    with anyio.fail_after(1):
+        assert await book.enter(call, each)
+    return call
 
 
 def over(book: ClaimLedger, each: HeldClaim) -> None:
@@ -75,7 +85,7 @@ async def test_a_claim_waits_for_those_that_were_freed_while_their_containers_ru
     await taken(book, there)
     before = dict(wanted.value)
     with anyio.move_on_after(0.05):
-        await book.enter(comes)
+        await asks(book, comes)
         raise AssertionError("it did not wait")
     assert there.name in book.obstacle(comes)
     assert wanted.value == before
@@ -94,7 +104,7 @@ async def test_of_two_that_wait_one_gets_it_and_the_other_waits_on() -> None:
     got: list[str] = []
 
     async def enter(each: HeldClaim) -> None:
-        await book.enter(each)
+        await book.enter(book.begin(each.uid), each)
         got.append(each.name)
 
     async with anyio.create_task_group() as group:
@@ -113,38 +123,89 @@ async def test_a_claim_of_several_gpus_takes_all_or_none() -> None:
     book, wanted = ledger()
     await taken(book, claim("a", gpus=("GPU-2",)))
     with anyio.move_on_after(0.05):
-        await book.enter(claim("b", gpus=("GPU-1", "GPU-2")))
+        await asks(book, claim("b", gpus=("GPU-1", "GPU-2")))
     assert wanted.value == {"GPU-2": WHOLE_GPUS}
 
 
 async def test_a_failed_prepare_leaves_nothing_and_takes_nothing_of_one_that_succeeded() -> None:
     book, wanted = ledger()
     one = claim("one", 30)
-    await book.enter(one)
-    book.leave(one)
+    book.end(await asks(book, one))
     assert wanted.value == {}
     await taken(book, one)
-    await book.enter(one)  # the kubelet restarted
-    book.leave(one)
+    book.end(await asks(book, one))  # the kubelet restarted
     assert wanted.value == {GPU: SHARES}
 
 
 async def test_two_calls_for_one_claim_are_one() -> None:
     book, wanted = ledger()
     one = claim("one", 30)
-    await book.enter(one)
-    await book.enter(one)
-    book.leave(one)
+    first, second = await asks(book, one), await asks(book, one)
+    book.end(first)
+    book.end(first)
     assert wanted.value == {GPU: SHARES}
-    assert book.answered(one)
+    assert book.answered(second, one)
+
+
+async def test_a_claim_goes_with_the_last_of_its_calls_where_none_was_answered() -> None:
+    """The last one may fail before it enters: the claim cannot be read any more."""
+    book, wanted = ledger()
+    one = claim("one", 30)
+    first, second = await asks(book, one), book.begin(one.uid)
+    book.end(first)
+    assert wanted.value == {GPU: SHARES}
+    book.end(second)
+    assert wanted.value == {}
+    assert not book.unanswered
 
 
 async def test_a_claim_that_is_given_back_while_it_is_prepared_is_not_answered() -> None:
     book, _ = ledger()
     one = claim("one", 30)
-    await book.enter(one)
+    call = await asks(book, one)
     over(book, one)
-    assert not book.answered(one)
+    assert not book.answered(call, one)
+    book.end(call)
+
+
+@in_virtual_time
+async def test_a_claim_that_is_given_back_while_it_waits_for_others_gets_nothing() -> None:
+    """The kubelet ends its call and gives the claim back; the others' end may wake the call before."""
+    book, wanted = ledger()
+    there, comes = claim("there"), claim("comes", 30)
+    await taken(book, there)
+    call = book.begin(comes.uid)
+    entered: list[bool] = []
+
+    async def enter() -> None:
+        entered.append(await book.enter(call, comes))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(enter)
+        await anyio.sleep(0.01)
+        over(book, comes)
+        over(book, there)
+    assert entered == [False]
+    assert not book.answered(call, comes)
+    book.end(call)
+    assert not book.held.value
+    assert wanted.value == {}
+
+
+@in_virtual_time
+async def test_a_call_of_before_takes_nothing_of_the_one_for_the_claims_next_pod() -> None:
+    book, wanted = ledger()
+    one = claim("one", 30)
+    before = await asks(book, one)
+    over(book, one)
+    now = await asks(book, one)
+    assert not book.answered(before, one)
+    book.end(before)
+    assert wanted.value == {GPU: SHARES}
+    assert book.unanswered == {one.uid}
+    assert book.answered(now, one)
+    book.end(now)
+    assert wanted.value == {GPU: SHARES}
 
 
 @in_virtual_time
@@ -228,7 +289,7 @@ async def test_of_128_shares_of_a_gpu_as_many_are_ready_as_mps_serves() -> None:
     await taken(book, *shares[:48])
     assert "still in use by" in book.obstacle(shares[48])
     with anyio.move_on_after(0.05) as waited:
-        await book.enter(shares[48])
+        await asks(book, shares[48])
     assert waited.cancelled_caught
     over(book, shares[0])
     await taken(book, shares[48])
