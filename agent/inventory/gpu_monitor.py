@@ -171,10 +171,7 @@ class GpuMonitor:
             if uuids != connected:
                 await self._read_links(scanned.gpus)
                 connected = uuids
-            # A storm of events is looked into together.
-            with anyio.move_on_after(min(GATHER_SECONDS, self._seconds)):
-                await self._changed.wait()
-            await self._pause(self._seconds - GATHER_SECONDS)
+            await self._pause(self._seconds, gather=GATHER_SECONDS)
 
     async def _read_links(self, gpus: tuple[Gpu, ...]) -> None:
         reading = LinkReading(self._nvml, gpus)
@@ -194,10 +191,17 @@ class GpuMonitor:
         self._released_until = None
         log.info("release_over")
 
-    async def _pause(self, seconds: float) -> None:
-        """Sleep, but wake when somebody asks for something."""
+    async def _pause(self, seconds: float, gather: float = 0.0) -> None:
+        """Sleep, but wake when somebody asks for something, after `gather` seconds at the soonest.
+
+        So a storm of events is looked into together; who changed what a GPU consists of is not kept waiting.
+        """
+        soonest = anyio.current_time() + min(gather, seconds)
         with anyio.move_on_after(max(0.0, seconds)):
             await self._asked.wait()
+        if (left := soonest - anyio.current_time()) > 0:
+            with anyio.move_on_after(left):
+                await self._changed.wait()
         self._asked = anyio.Event()
 
     async def _unavailable(

@@ -67,6 +67,7 @@ log = structlog.get_logger()
 DRAIN_LOOK_SECONDS = 0.5  # how often holders are looked at while a GPU drains
 RETRY_LOOK_SECONDS = 10.0  # how often it is looked whether another try could help
 DELIVER_SECONDS = 2.0
+LEFT_BEHIND = "a process of a pod that has ended"
 IDLE_SECONDS = 3600.0  # nothing to do until something changes
 
 Waiting = Mapping[str, tuple[str, ...]]  # GPU -> pods (namespace/name) that hold it
@@ -341,9 +342,7 @@ class ModeSwitcher:
             after = transition.looked(state, held=held, granted=uuid in granted)
             changed[uuid] = after
             if after.stage in LEAVING and not after.stands_as_wanted:
-                nobody = (
-                    "a process of a pod that has ended" if uuid in stay else "a pod that is being admitted"
-                )
+                nobody = LEFT_BEHIND if uuid in stay else "a pod that is being admitted"
                 waiting[uuid] = pods_of(holders.get(uuid, ())) or (nobody,)
         self._change(changed)
         return waiting
@@ -401,7 +400,9 @@ class ModeSwitcher:
         apart = {*self._cordons.value, *self._others, *claimed}
         problems = {uuid: state.failure for uuid, state in states.items() if state.failure}
         working = any(state.stage in WORKING or state.stage is ModeStage.READY for state in states.values())
-        pause = DRAIN_LOOK_SECONDS if waiting else IDLE_SECONDS
+        # Whose processes have gone is published; the kubelet is not asked about them, maybe for days.
+        asked = any(pods != (LEFT_BEHIND,) for pods in waiting.values())
+        pause = DRAIN_LOOK_SECONDS if asked else IDLE_SECONDS
         # A GPU that is cordoned by hand, or withheld, drains beside: the request is in force without it.
         mode_waits = {uuid: pods for uuid, pods in waiting.items() if uuid not in apart}
         if all(state.reached or uuid in apart for uuid, state in states.items()):

@@ -259,8 +259,12 @@ class CordonBook:
 
 LOOK_SECONDS = 2.0  # between looks at processes that have stayed
 IDLE_SECONDS = 30.0  # a namesake that holds the same changes the record, and nothing is published
-# A GPU whose processes cannot be read is sick, or gone: its health keeps it off the lists.
-MOST_FAILURES = 5
+# Of pods that no record has shown, for a GPU whose processes cannot be read: closed, it takes no others.
+MOST_LEFT = 10_000
+UNREAD: Final = (
+    "a pod on it has, or may have, ended, and the driver does not say which processes are on the GPU; it is "
+    "offered when that can be read again and none has stayed"
+)
 
 Processes = Callable[[Collection[str]], Awaitable[Mapping[str, Collection[int]]]]
 Owners = Callable[[Iterable[int]], Mapping[int, ContainerRef | None]]
@@ -289,7 +293,7 @@ class Lingering:
         record: Cell[Any],
         departed: Departed | None = None,
     ) -> None:
-        """`holders`: GPUs by the UIDs of the pods that hold them. `processes` leaves out what it cannot read.
+        """`holders`: GPUs by the UIDs of the pods that hold them. `processes` leaves out what cannot be read.
 
         `owners` blocks. `record` is published when `holders` change. `departed` None: nobody is looked for
         whom this process has not seen.
@@ -301,18 +305,18 @@ class Lingering:
         self._departed = departed
         self._recalls = departed is not None  # whether those are still to be found
         self._recalled: set[str] = set()
-        self._recall_failures = 0
+        self._recalled_on: set[str] = set()  # GPUs that were read for them
+        self._unread: frozenset[str] = frozenset()  # GPUs that could not be read for them at the newest look
         self._swept = -math.inf  # when all GPUs were looked at last for pods that no record has shown
         self._before: Mapping[str, frozenset[str]] = {}
         self._left: dict[str, set[str]] = {}  # UIDs of pods that have ended and may have processes, by GPU
-        self._failures: dict[str, int] = {}
-        self.looks = Cell(0)  # published after each look
+        self.looks = Cell(0)  # published after each look that has changed anything
         self.found: Withheld = {}  # GPUs with a process of a pod that held them before
 
     @property
     def unsettled(self) -> frozenset[str]:
         """GPUs of which a holder has ended, by the record of now, and whose processes may be there still."""
-        return frozenset(self._ended()) | self._left.keys()
+        return frozenset(self._ended()) | self._left.keys() | self._unread
 
     def ended(self, gpu: str) -> frozenset[str]:
         """UIDs of pods that have held a GPU, and may have processes on it still."""
@@ -329,6 +333,7 @@ class Lingering:
 
     async def look(self) -> None:
         """Take in who holds what now, and find whose processes have stayed."""
+        before = self.found, self.unsettled
         for gpu, uids in self._ended().items():
             self._left.setdefault(gpu, set()).update(uids)
         self._before = held = self._holders()
@@ -337,15 +342,18 @@ class Lingering:
         if self._departed and rested and (vanished := self._departed.vanished()):
             self._swept = anyio.current_time()
             for gpu in self._departed.gpus():
-                self._left.setdefault(gpu, set()).update(vanished)
+                left = self._left.setdefault(gpu, set())
+                left.update(vanished if len(left) < MOST_LEFT else ())
         if self._departed and (self._recalls or self._recalled):
             await self._recall(self._departed)
         for gpu in tuple(self._left):  # who holds it again, by the kubelet's word, has not ended
             self._left[gpu] -= {uid for uid in self._left[gpu] if gpu in held.get(uid, ())}
             if not self._left[gpu]:
-                self._forget(gpu)
-        if self._left or self.found:
-            self.found = await self._stayed()
+                del self._left[gpu]
+        amid = self.unsettled  # as others may have seen it
+        if self._left or self.found or self._unread:
+            self.found = {**dict.fromkeys(self._unread, UNREAD), **await self._stayed()}
+        if not before == (self.found, amid) == (self.found, self.unsettled):
             self.looks.publish(self.looks.value + 1)
 
     async def _recall(self, departed: Departed) -> None:
@@ -355,22 +363,25 @@ class Lingering:
         """
         known = departed.known()
         if known is None:
+            self._unread = frozenset()  # a reading would say nothing either
             return
         for uids in self._left.values():  # a watch may show a pod after its first process
             uids.difference_update(self._recalled.intersection(known))
         self._recalled.difference_update(known)
         if self._recalls:
-            gpus = tuple(departed.gpus())
-            pids = await self._processes(gpus)
+            every_gpu = departed.gpus()
+            gpus = frozenset(every_gpu) - self._recalled_on
+            pids = await self._processes(gpus) if gpus else {}
             every = {pid for found in pids.values() for pid in found}
             pods = await anyio.to_thread.run_sync(departed.pods, every) if every else {}
             for gpu, found in pids.items():
                 if gone := {uid for pid in found if (uid := pods.get(pid)) and uid not in known}:
                     self._left.setdefault(gpu, set()).update(gone)
                     self._recalled |= gone
+            self._recalled_on.update(pids)
+            self._unread = gpus - pids.keys()
             # A driver that is slow, or a GPU that hangs, is asked again.
-            self._recall_failures += 1
-            self._recalls = self._recall_failures < MOST_FAILURES and not (gpus and pids.keys() >= {*gpus})
+            self._recalls = bool(self._unread) or not every_gpu
 
     def _ended(self) -> Mapping[str, set[str]]:
         """UIDs of pods that hold GPUs no more, by GPU."""
@@ -387,14 +398,10 @@ class Lingering:
         owners = await anyio.to_thread.run_sync(self._owners, every) if every else {}
         reasons: dict[str, str] = {}
         for gpu in asked:
+            # Looks may follow one another at once: no number of them says that nobody has stayed.
             if gpu not in pids:
-                self._failures[gpu] = self._failures.get(gpu, 0) + 1
-                if gpu in self.found:  # who hangs in the driver may have others hang there, too
-                    reasons[gpu] = self.found[gpu]
-                elif self._failures[gpu] >= MOST_FAILURES:
-                    self._forget(gpu)
+                reasons[gpu] = self.found.get(gpu, UNREAD)
                 continue
-            self._failures.pop(gpu, None)
             stay = {
                 pid: owner.pod_uid
                 for pid in pids[gpu]
@@ -402,7 +409,7 @@ class Lingering:
             }
             self._left[gpu] &= set(stay.values())
             if not stay:
-                self._forget(gpu)
+                del self._left[gpu]
                 continue
             named = ", ".join(f"{pid} of pod {uid}" for pid, uid in sorted(stay.items()))
             reasons[gpu] = (
@@ -410,7 +417,3 @@ class Lingering:
                 "has ended, or after a reset of the GPU"
             )
         return reasons
-
-    def _forget(self, gpu: str) -> None:
-        del self._left[gpu]
-        self._failures.pop(gpu, None)

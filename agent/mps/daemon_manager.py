@@ -319,6 +319,8 @@ class DaemonManager:
 
     async def _look_at_modes(self, assignment: Assignment) -> None:
         """Put compute modes right on GPUs in other modes, where an earlier try failed; report others'."""
+        # On most nodes there are none: one trip to a thread says so of all GPUs.
+        known = await anyio.to_thread.run_sync(lambda: {each.name for each in (self._run / "mps").glob("*")})
         for uuid, mode in assignment.gpus.items():
             if mode.mode is Mode.MPS or uuid in self._kept or uuid in self._stopping:
                 self.leftovers.pop(uuid, None)
@@ -326,9 +328,9 @@ class DaemonManager:
             folders = Directories.of(self._run, uuid)
             exclusive = ExclusiveMode(uuid, self._compute, folders.root)
             try:
-                if await anyio.to_thread.run_sync(folders.existing):
+                if uuid in known and await anyio.to_thread.run_sync(folders.existing):
                     continue  # there is more to clear up than the mode
-                if await exclusive.ours():
+                if uuid in known and await exclusive.ours():
                     async with folders.locked():  # nobody begins to use it meanwhile
                         await exclusive.give_back()
             except (MpsError, OSError) as error:

@@ -62,8 +62,8 @@ class Upkeep:
         problem = None
         try:
             assert status.pid is not None
-            exposed = await anyio.to_thread.run_sync(launch.exposed, status.pid, folders)
-            if not (exposed and await self._replaced(uuid, status, folders)):
+            exposed = await anyio.to_thread.run_sync(_exposed, status.pid, folders)
+            if exposed and not await self._replaced(uuid, status, folders):
                 await anyio.to_thread.run_sync(folders.show)
             if status.private_shm:
                 problem = await anyio.to_thread.run_sync(
@@ -107,3 +107,11 @@ class Upkeep:
                 log.info("mps_shared_memory_swept", gpu=uuid, files=swept.files, bytes=swept.bytes)
             self._unswept[uuid] = swept.problem
         return problem or self._unswept.get(uuid)
+
+
+def _exposed(pid: int, folders: Directories) -> bool:
+    """Whether a daemon works where pods can write; the folders of one that does not are shown."""
+    exposed = launch.exposed(pid, folders)
+    if not exposed:
+        folders.show()
+    return exposed

@@ -21,6 +21,7 @@ from agent.nvml.port import (
     ComputeMode,
     EventKind,
     GpuInstance,
+    GpuProcess,
     LinkPeer,
     MigProfile,
     NvLink,
@@ -38,7 +39,7 @@ from agent.nvml.port import (
     SampleRequest,
     error_for,
 )
-from agent.nvml.sampling import RECOVERY_ACTION, Activity, read_fields, read_sample
+from agent.nvml.sampling import RECOVERY_ACTION, Activity, read_fields, read_processes, read_sample
 
 # Finding and loading libnvidia-ml.so.1, before the binding asks the system loader for it.
 #
@@ -237,6 +238,9 @@ class NvmlBinding:
         request = request or SampleRequest(time.time_ns() // 1000 - 1_000_000)
         sample = read_sample(handle, used, total, request)
         return replace(sample, activity=self._activity.read(uuid, handle)) if request.activity else sample
+
+    def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+        return read_processes(self._handle(uuid))
 
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         one, other = self._handle(uuid_a), self._handle(uuid_b)

@@ -298,6 +298,9 @@ class NvmlPort(Protocol):
         Without `request` the work of processes is that of the last second.
         """
 
+    def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+        """The processes that have a GPU open, whatever else cannot be read; None: it has no such list."""
+
     def ancestor(self, uuid_a: str, uuid_b: str) -> PcieLevel:
         """Closest common PCIe ancestor of two GPUs."""
 

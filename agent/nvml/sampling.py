@@ -144,7 +144,7 @@ def read_sample(handle: Opaque, used: int, total: int, request: SampleRequest) -
         )
         fields = read_fields(handle, _FIELDS)
     energy = fields.get(_ENERGY)
-    processes = _processes(handle)
+    processes = read_processes(handle)
     busy, newest, stamps = _busy(handle, request)
     return Sample(
         gpu_utilization_ratio=None if rates is None else rates.gpu / 100,
@@ -196,7 +196,7 @@ def _pcie(handle: Opaque) -> tuple[float, float] | None:
     return None if sent is None or received is None else (float(sent * KIB), float(received * KIB))
 
 
-def _processes(handle: Opaque) -> tuple[GpuProcess, ...] | None:
+def read_processes(handle: Opaque) -> tuple[GpuProcess, ...] | None:
     plain = offered("nvmlDeviceGetComputeRunningProcesses_v3", handle)
     # The only call that reports the memory of each client of an MPS server.
     clients = offered("nvmlDeviceGetMPSComputeRunningProcesses_v3", handle)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from agent.nvml.event_watch import WorkerThread
-from agent.nvml.port import NvmlError, NvmlHung, NvmlPort, Sample, SampleRequest
+from agent.nvml.port import GpuProcess, NvmlCode, NvmlError, NvmlHung, NvmlPort
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -109,21 +109,19 @@ class ProcessSweep:
     """Reads GPU by GPU in NVML's thread."""
 
     def __init__(self, nvml: NvmlPort, calls: WorkerThread) -> None:
-        self._nvml = nvml
-        self._sweep = Sweep[str, Sample](calls, self._read)
+        self._sweep = Sweep[str, tuple[GpuProcess, ...] | None](calls, nvml.processes)
 
     async def pids(self, uuids: Collection[str]) -> Mapping[str, Collection[int]]:
-        """The processes of each GPU; a GPU that cannot be read is left out."""
+        """The processes of each GPU, none where it never says; one that cannot be read now is left out."""
         found: dict[str, Collection[int]] = {}
 
-        def note(uuid: str, outcome: Sample | NvmlError) -> bool:
-            if isinstance(outcome, Sample) and outcome.processes is not None:
-                found[uuid] = [each.pid for each in outcome.processes]
+        def note(uuid: str, outcome: tuple[GpuProcess, ...] | NvmlError | None) -> bool:
+            if not isinstance(outcome, NvmlError):
+                found[uuid] = [each.pid for each in outcome or ()]
+            elif outcome.code == NvmlCode.NO_PERMISSION and outcome.call.endswith("RunningProcesses"):
+                found[uuid] = ()  # as of a GPU in MIG mode where the agent is not privileged
             return True
 
         with suppress(NvmlHung):
             await self._sweep.over(tuple(uuids), note)
         return found
-
-    def _read(self, uuid: str) -> Sample:
-        return self._nvml.sample(uuid, SampleRequest(time.time_ns() // 1000, counters=False))

@@ -38,7 +38,7 @@ def read_sample(mapping: Mapping, slot: int, sized: bool, request: SampleRequest
             offered("nvmlDeviceGetTotalEccErrors", slot, has=bool(gpu.ecc_supported)) for _ in range(2)
         )
         fields = offered("nvmlDeviceGetFieldValues", slot)
-    processes = _processes(mapping, slot, offered)
+    processes = read_processes(mapping, slot, offered)
     busy, newest, stamps = _busy(mapping, slot, request, offered)
     return Sample(
         gpu_utilization_ratio=gpu.gpu_utilization / 100 if rates else None,
@@ -83,7 +83,7 @@ def _on(mapping: Mapping, slot: int) -> Iterator[ProcessState]:
     return (each for each in state.processes[: state.process_count] if each.slot == slot)
 
 
-def _processes(mapping: Mapping, slot: int, offered: Offered) -> tuple[GpuProcess, ...] | None:
+def read_processes(mapping: Mapping, slot: int, offered: Offered) -> tuple[GpuProcess, ...] | None:
     gpu = mapping.gpu(slot)
     plain = offered("nvmlDeviceGetComputeRunningProcesses", slot)
     clients = offered("nvmlDeviceGetMPSComputeRunningProcesses", slot, has=gpu.cc_major >= _MPS_SINCE)

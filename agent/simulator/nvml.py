@@ -15,6 +15,7 @@ from agent.nvml.port import (
     FIRST_WITH_MEMORY_LIMITS,
     ComputeMode,
     EventKind,
+    GpuProcess,
     LinkPeer,
     NvLink,
     NvmlCode,
@@ -162,6 +163,10 @@ class SimulatedNvml(MigCalls):
         request = request or SampleRequest(time.time_ns() // 1000 - 1_000_000)
         sample = moving_figures.read_sample(self._mapping, slot, sized, request, self._offered)
         return replace(sample, activity=self._activity(slot)) if request.activity else sample
+
+    def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+        """See the port."""
+        return moving_figures.read_processes(self._mapping, self._handle(uuid), self._offered)
 
     def _activity(self, slot: int) -> dict[str, float] | None:
         """As `agent.nvml.sampling` asks: nothing of the first sample, nor after a failure."""

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 
 from agent.model.gpu import Gpu
+from agent.nvml.event_watch import WorkerThread
 from agent.nvml.port import (
     ComputeMode,
     EventKind,
@@ -19,6 +20,7 @@ from agent.nvml.port import (
     SampleRequest,
 )
 from agent.nvml.sampling import mean_use
+from agent.nvml.sweep import ProcessSweep
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml_functions import CALLS
 from agent.simulator.profiles import PROFILES
@@ -35,6 +37,7 @@ def everything(faces: Faces) -> list[object]:
     for uuid in faces.uuids:
         answers += [faces.agree("probe", uuid)]
         answers += [faces.agree("sample", uuid)]
+        answers += [faces.agree("processes", uuid)]
         answers += [faces.agree("links", uuid)]
         answers += [faces.agree("compute_mode", uuid)]
         answers += [faces.agree("ancestor", uuid, other) for other in faces.uuids]
@@ -210,6 +213,27 @@ def test_a_counted_failure_strikes_each_face_alike(faces: Faces) -> None:
         answers.append([outcome(nvml, "probe", faces.uuids[0]) for _ in range(3)])
     assert answers[0] == answers[1]
     assert [isinstance(answer, tuple) for answer in answers[0]] == [True, True, False]
+
+
+async def test_processes_are_read_whatever_else_fails_and_no_list_is_no_failure(faces: Faces) -> None:
+    machine, calls = faces.machine, WorkerThread("test")
+    (first, *_), listed = faces.uuids, "nvmlDeviceGetComputeRunningProcesses"
+    machine.processes.start(0, 7)
+    for sweep in (ProcessSweep(faces.real, calls), ProcessSweep(faces.python, calls)):
+        machine.fail("nvmlDeviceGetMemoryInfo", NvmlCode.UNKNOWN, times=1)
+        assert await sweep.pids([first]) == {first: [7]}
+        machine.clear_faults()
+        # It never will say where it has no list, or may not.
+        for code in (NvmlCode.UNKNOWN, NvmlCode.NO_PERMISSION, NvmlCode.NOT_SUPPORTED):
+            for call in (listed, listed.replace("Compute", "MPSCompute")):
+                machine.fail(call, code)
+            found = await sweep.pids([first])
+            assert [*map(len, found.values())] == ([] if code is NvmlCode.UNKNOWN else [0])
+            machine.clear_faults()
+        machine.fail("nvmlDeviceGetHandleByUUID", NvmlCode.NO_PERMISSION)
+        assert not await sweep.pids([first])  # which says nothing of its processes
+        machine.clear_faults()
+    calls.close()
 
 
 def test_one_lost_gpu_may_break_the_lookup_of_all(faces: Faces) -> None:

@@ -9,7 +9,7 @@ from agent.kit.tasks import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
 from agent.model.node_inventory import Entry
-from agent.modes.withholding import LOOK_SECONDS, MOST_FAILURES, Departed, Lingering
+from agent.modes.withholding import LOOK_SECONDS, MOST_LEFT, UNREAD, Departed, Lingering
 from tests.unit.modes.nodes import Announcements, Kubelet, gpu, switching
 from tests.virtual_time import in_virtual_time
 
@@ -24,6 +24,7 @@ class Host:
         self.held: dict[str, frozenset[str]] = {}
         self.pids: dict[str, dict[int, str]] = {FIRST.uuid: {}, OTHER.uuid: {}}  # UID of the pod; empty: none
         self.readable = True
+        self.sick: set[str] = set()  # GPUs that cannot be read
         self.looks = 0
         self.known: frozenset[str] | None = None  # pods; None: not known yet
         departed = Departed(lambda: (FIRST.uuid, OTHER.uuid), self.pods, lambda: self.known)
@@ -34,7 +35,7 @@ class Host:
     async def processes(self, gpus: Collection[str]) -> Mapping[str, Collection[int]]:
         self.looks += 1
         await anyio.lowlevel.checkpoint()
-        return {gpu: tuple(self.pids[gpu]) for gpu in gpus} if self.readable else {}
+        return {gpu: tuple(self.pids[gpu]) for gpu in gpus if self.readable and gpu not in self.sick}
 
     def owners(self, pids: Iterable[int]) -> Mapping[int, ContainerRef | None]:
         every = {pid: uid for found in self.pids.values() for pid, uid in found.items()}
@@ -56,11 +57,17 @@ async def test_those_of_before_are_looked_for_until_each_gpu_was_read() -> None:
     host = Host()
     host.known = frozenset()
     host.pids[FIRST.uuid] = {7: "uid-departed"}
-    host.readable = False
+    host.sick = {FIRST.uuid}
+    for _ in range(50):  # the record may change that often in a second
+        await host.lingering.look()
+        assert host.lingering.found == {FIRST.uuid: UNREAD}
+        assert host.lingering.unsettled == {FIRST.uuid}
+    host.known = None
     await host.lingering.look()
-    assert not host.lingering.found
-    host.readable = True
+    assert not host.lingering.found  # nor would a reading say who has ended
+    host.known, host.sick = frozenset(), set()
     await host.lingering.look()
+    assert "7 of pod uid-departed" in host.lingering.found[FIRST.uuid]
     assert [*host.lingering.found] == [FIRST.uuid]
     asked = host.looks
     host.pids[OTHER.uuid] = {8: "uid-later"}  # once is enough
@@ -221,7 +228,7 @@ def test_a_process_that_was_found_is_not_forgotten_while_the_driver_does_not_say
             host.end("hangs")
             await node.reach("pgpu-")
             host.readable = False
-            for _ in range(10 * MOST_FAILURES):
+            for _ in range(50):
                 await anyio.sleep(LOOK_SECONDS / 2)
                 assert list(node.modes()) == ["pgpu-"]
             host.readable, host.pids[FIRST.uuid] = True, {}
@@ -231,25 +238,83 @@ def test_a_process_that_was_found_is_not_forgotten_while_the_driver_does_not_say
     run()
 
 
+async def test_ends_during_a_failure_are_not_forgotten_however_often_it_is_looked() -> None:
+    """One storm's record changed five times in half a second, while the driver failed for two."""
+    host = Host()
+    for pod in ("hangs", "gone", "again", "other"):
+        host.start(pod, OTHER.uuid if pod == "other" else FIRST.uuid)
+    host.pids[FIRST.uuid] = {7: "uid-hangs", 8: "", 9: "uid-again"}
+    host.known = frozenset(host.held)
+    await host.lingering.look()
+    assert not host.lingering.found
+    host.sick = {FIRST.uuid}
+    for pod in ("hangs", "gone", "again", "other"):
+        host.end(pod)
+        for _ in range(9):
+            await host.lingering.look()
+            assert host.lingering.found == {FIRST.uuid: UNREAD}
+    assert host.lingering.ended(FIRST.uuid) == {"uid-hangs", "uid-gone", "uid-again"}
+    host.start("again", FIRST.uuid)  # a static pod keeps its UID
+    await host.lingering.look()
+    host.sick = set()
+    await host.lingering.look()
+    assert "still on the GPU: 7 of pod uid-hangs;" in host.lingering.found[FIRST.uuid]
+    assert host.lingering.ended(FIRST.uuid) == {"uid-hangs"}
+    del host.pids[FIRST.uuid][7]
+    await host.lingering.look()
+    assert not host.lingering.found
+    assert not host.lingering.unsettled
+
+
+async def test_a_flood_of_short_pods_costs_bounded_memory_while_a_gpu_cannot_be_read() -> None:
+    host = Host()
+    host.known, host.sick, numbers = frozenset(), {FIRST.uuid}, iter(range(10 * MOST_LEFT))
+    host.lingering._departed = Departed(
+        lambda: (FIRST.uuid, OTHER.uuid),
+        host.pods,
+        lambda: host.known,
+        lambda: {f"uid-{next(numbers)}" for _ in range(MOST_LEFT // 2)},
+    )
+    for _ in range(5):
+        host.lingering._swept = -LOOK_SECONDS
+        await host.lingering.look()
+    assert len(host.lingering.ended(FIRST.uuid)) == MOST_LEFT
+    assert not host.lingering.ended(OTHER.uuid)
+
+
 @pytest.mark.usefixtures("inline")
-def test_a_driver_that_does_not_say_holds_nothing_up_for_long() -> None:
+def test_a_driver_that_does_not_say_keeps_that_gpu_alone_and_is_asked_at_a_steady_pace() -> None:
     @in_virtual_time
     async def run() -> None:
         host = Host()
-        host.readable = False
-        host.start("p", FIRST.uuid)
+        host.known = frozenset()
+        for pod, one in (("p", FIRST), ("q", OTHER)):
+            host.start(pod, one.uuid)
         async with (
             anyio.create_task_group() as group,
-            switching(FIRST, kubelet=host.kubelet, first=Mode.PGPU, lingering=host.lingering) as node,
+            switching(FIRST, OTHER, kubelet=host.kubelet, first=Mode.PGPU, lingering=host.lingering) as node,
         ):
             group.start_soon(host.lingering.run)
-            await node.reach("pgpu")
+            await node.reach("pgpu", "pgpu")
+            host.sick = {FIRST.uuid}
+            for pod in "pq":
+                host.end(pod)
+            await node.reach("pgpu-", "pgpu")
+            assert UNREAD in node.switcher.state.value.message
             node.want(Mode.VGPU)
-            await node.reach("pgpu-")
-            host.end("p")
-            ended = anyio.current_time()
-            await node.reach("vgpu")
-            assert anyio.current_time() - ended < (MOST_FAILURES + 1) * LOOK_SECONDS
+            await node.reach("pgpu-", "vgpu")
+            looks, reads = host.looks, host.kubelet.reads
+            await anyio.sleep(600)
+            assert host.looks - looks <= 600 / LOOK_SECONDS + 1
+            assert host.kubelet.reads - reads <= 1  # a GPU may be sick for days
+            assert list(node.modes()) == ["pgpu-", "vgpu"]
+            host.sick = set()
+            recovered = anyio.current_time()
+            await node.reach("vgpu", "vgpu")
+            assert anyio.current_time() - recovered < 2 * LOOK_SECONDS
+            looks = host.looks
+            await anyio.sleep(600)
+            assert host.looks == looks
             group.cancel_scope.cancel()
 
     run()
