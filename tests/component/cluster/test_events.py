@@ -127,7 +127,8 @@ async def test_events_of_pods_leave_room_for_the_node_s() -> None:
         recorder.node("GPULost", "GPU x is lost", warning=True)
         assert recorder.dropped == 1000 - WAITING_OF_PODS
         for number in range(5000):  # senders that are remembered
-            recorder._is_flood(Event(Regarding("Pod", f"p{number}", "ns", f"{number}"), "ContainerEnded", "x"))
+            sender = Regarding("Pod", f"p{number}", "ns", f"{number}")
+            recorder._is_flood(Event(sender, "ContainerEnded", "x"))
         assert len(recorder._sent) == REMEMBERED
         async with anyio.create_task_group() as group:
             group.start_soon(recorder.run)
