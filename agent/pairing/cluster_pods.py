@@ -64,11 +64,14 @@ class ClusterPods(PodSource):
     async def get(self, namespace: str, name: str) -> Pod | None:
         """One pod by a GET, unless the watch has shown it meanwhile."""
         try:
-            return await self._cache.get(namespace, name)
+            return _bound(await self._cache.get(namespace, name))
         except ApiError as error:
             raise _unavailable(error) from error
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:
+        return _bound(await self._read(namespace, name))
+
+    async def _read(self, namespace: str, name: str) -> Pod | None:
         try:
             return await self._cache.fetch(namespace, name)
         except ApiError as error:
@@ -88,7 +91,7 @@ class ClusterPods(PodSource):
 
         async def ask(uid: str, key: PodKey) -> None:
             with suppress(PodsUnavailable):
-                now = await self.fetch(*key)
+                now = await self._read(*key)
                 if now is None or now.finished or (now.uid != uid and not _mirrors(now, uid)):
                     self._over[uid] = None
                     log.info("pod_is_over", pod="/".join(key), uid=uid)
@@ -102,6 +105,11 @@ class ClusterPods(PodSource):
                     group.start_soon(ask, uid, key)
         while len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
+
+
+def _bound(pod: Pod | None) -> Pod | None:
+    """None for a pod without a node: no kubelet admits it, though one may still list the last of its name."""
+    return pod if pod and pod.spec.node_name else None
 
 
 def _unavailable(error: ApiError) -> PodsUnavailable:

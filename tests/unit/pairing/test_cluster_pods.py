@@ -12,7 +12,7 @@ from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable
 from agent.cluster.event_recorder import Event
 from agent.cluster.pods import HASH_ANNOTATION, CgroupUids
 from agent.cluster.reflector import Reflector
-from agent.model.pod import Container, Pod, Stage
+from agent.model.pod import Container, Pod, PodSpec, Stage
 from agent.pairing import cluster_pods
 from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
 from agent.pairing.resolver import PodsUnavailable
@@ -98,6 +98,22 @@ async def test_an_api_that_is_away_is_told_apart_from_a_pod_that_is_not_there() 
         with pytest.raises(PodsUnavailable) as raised:
             await source.get("ns", "p")
         assert raised.value.away is away
+
+
+@pytest.mark.parametrize("node", ["", "node1"])
+async def test_a_pod_that_is_not_bound_yet_is_nobody_who_asks(node: str) -> None:
+    """Storm 1000109: the next of a name, after a deletion by force, while the kubelet lists the first."""
+    pod = msgspec.structs.replace(api_pod("next"), spec=PodSpec(node_name=node))
+
+    class Answering(Cache):
+        async def get(self, namespace: str, name: str) -> Pod | None:
+            return pod
+
+        fetch = get
+
+    source = ClusterPods(Answering())  # type: ignore[arg-type]
+    expected = pod if node else None
+    assert [await source.get("ns", "p"), await source.fetch("ns", "p")] == [expected] * 2
 
 
 class Api:
