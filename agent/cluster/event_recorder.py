@@ -23,8 +23,9 @@ KEPT_SECONDS = 3600.0  # --event-ttl of the API server: after it an event is gon
 TRIES = 5  # for an event that the API server does not answer to; one that it refuses is given up
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 5.0
-# Of one reason on one pod or claim: so many in a row, and then one in so long, as client-go has it:
-# texts differ, and a container that passes its cap again and again could have them written without end.
+# What a container can bring about again and again, in other figures each time: of one reason on one pod so
+# many in a row, and then one in so long, as client-go has it. Of all else, as of sizes, the newest holds.
+ONES_OWN_DOING = frozenset({"MemoryCapExceeded", "ContainerEnded", "ContainerNotEnded"})
 IN_A_ROW, SPARE_SECONDS = 25, 300.0
 REMEMBERED = 4096  # keys that were written, and senders; of older keys the API server still knows the name
 
@@ -85,6 +86,8 @@ class EventRecorder:
 
     def _is_flood(self, event: Event) -> bool:
         """Whether its object has had too many of its reason; counts it where it has not."""
+        if event.reason not in ONES_OWN_DOING:
+            return False
         about, now = (event.regarding, event.reason), time.monotonic()
         sent, at = self._sent.pop(about, (0.0, now))
         sent = max(0.0, sent - (now - at) / SPARE_SECONDS)

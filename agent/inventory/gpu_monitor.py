@@ -163,6 +163,8 @@ class GpuMonitor:
                 scanned = await prober.look(known, full=changed)
             except NvmlHung as error:
                 # Closing NVML under a call that hangs would hang as well: wait for it instead.
+                if changed:
+                    self._changed.set()  # nobody has looked
                 await self._unavailable(str(error))
                 await self._pause(self._seconds)
                 continue

@@ -210,10 +210,6 @@ class ClientWatch:
 
     async def _end_clients_of_dying_pods(self, group: TaskGroup) -> None:
         while True:
-            if not self.manager.statuses.value:  # as on most nodes: nothing is to be ended, nor woken for
-                self._staying.clear()
-                self._deadlines.clear()
-                await self.manager.statuses.wait_for(bool)
             due = self._due()
             holders = self._holders() if due else {}
             if not due:

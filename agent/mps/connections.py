@@ -223,9 +223,8 @@ class Guard:
     async def run(self, daemon: Process) -> None:
         while True:
             await self._sign.wait()
-            await anyio.sleep(SUSPICION_SECONDS)
-            # What gave signs until now is there to be seen: a question and its lines in the log are one.
             self._sign = anyio.Event()
+            await anyio.sleep(SUSPICION_SECONDS)
             while (again := await self._look(daemon)) is not None:
                 await anyio.sleep(again)
 

@@ -104,6 +104,8 @@ class _Trip(Generic[S, R]):
 
 # The processes on GPUs, asked for at this moment rather than taken from the newest sampling round.
 
+LIST = "nvmlDeviceGetComputeRunningProcesses"
+
 
 class ProcessSweep:
     """Reads GPU by GPU in NVML's thread."""
@@ -118,8 +120,10 @@ class ProcessSweep:
         def note(uuid: str, outcome: tuple[GpuProcess, ...] | NvmlError | None) -> bool:
             if not isinstance(outcome, NvmlError):
                 found[uuid] = [each.pid for each in outcome or ()]
-            elif outcome.code == NvmlCode.NO_PERMISSION and outcome.call.endswith("RunningProcesses"):
-                found[uuid] = ()  # as of a GPU in MIG mode where the agent is not privileged
+            elif (outcome.code, outcome.call) == (NvmlCode.NO_PERMISSION, LIST):
+                # As of a GPU in MIG mode where the agent is not privileged. The list of MPS clients is asked
+                # for after this one has answered: that it is refused does not say that there are none.
+                found[uuid] = ()
             return True
 
         with suppress(NvmlHung):

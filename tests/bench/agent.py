@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -105,9 +106,11 @@ class BenchAgent:
         return _kib(Path(f"/proc/{self.pid}/status"), "VmHWM") / 1024
 
     def cpu_seconds(self) -> float:
-        """Processor time of all its threads, to the nanosecond (schedstat)."""
-        tasks = Path(f"/proc/{self.pid}/task")
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
+        """Processor time of all its threads, also of those that have ended, to the nanosecond.
+
+        Linux makes the number of a process's clock of its PID (clock_getcpuclockid(3)).
+        """
+        return time.clock_gettime((~self.pid << 3) | 2)
 
 
 def _kib(file: Path, key: str) -> int:

@@ -127,9 +127,8 @@ async def test_events_of_pods_leave_room_for_the_node_s() -> None:
         recorder.node("GPULost", "GPU x is lost", warning=True)
         assert recorder.dropped == 1000 - WAITING_OF_PODS
         for number in range(5000):  # senders that are remembered
-            recorder._is_flood(
-                Event(Regarding("Pod", f"p{number}", "ns", f"{number}"), "AllocationRefused", "x")
-            )
+            sender = Regarding("Pod", f"p{number}", "ns", f"{number}")
+            recorder._is_flood(Event(sender, "ContainerEnded", "x"))
         assert len(recorder._sent) == REMEMBERED
         async with anyio.create_task_group() as group:
             group.start_soon(recorder.run)
@@ -155,7 +154,11 @@ async def test_a_pod_that_passes_its_cap_again_and_again_writes_few_events(
                 await recorder._send(await anext(aiter(recorder._mailbox)))
         assert len(fake.of(EVENTS)) == IN_A_ROW + 3600 // SPARE_SECONDS - 1
         # Another reason, another pod and the node are heard all the same, and this one again later.
+        for number in range(2 * IN_A_ROW):
+            recorder.emit(Event(noisy, "LimitsResized", f"{number} MiB"))
+            await recorder._send(await anext(aiter(recorder._mailbox)))
         written = len(fake.of(EVENTS))
+        assert "49 MiB" in fake.of(EVENTS)[-1].body["message"], "of sizes the newest is always told"
         recorder.emit(Event(noisy, "ContainerEnded", "it was ended"))
         recorder.emit(Event(Regarding("Pod", "q", "default", "other"), "MemoryCapExceeded", "uses 1 MiB"))
         for number in range(2 * IN_A_ROW):

@@ -230,6 +230,9 @@ async def test_processes_are_read_whatever_else_fails_and_no_list_is_no_failure(
             found = await sweep.pids([first])
             assert [*map(len, found.values())] == ([] if code is NvmlCode.UNKNOWN else [0])
             machine.clear_faults()
+        machine.fail(listed.replace("Compute", "MPSCompute"), NvmlCode.NO_PERMISSION)
+        assert not await sweep.pids([first])  # the other list had one: it is not said to have gone
+        machine.clear_faults()
         machine.fail("nvmlDeviceGetHandleByUUID", NvmlCode.NO_PERMISSION)
         assert not await sweep.pids([first])  # which says nothing of its processes
         machine.clear_faults()

@@ -232,25 +232,6 @@ async def test_pods_without_shares_are_nobodys_business(tmp_path: Path) -> None:
     assert scene.control.asked == 0
 
 
-@pytest.mark.usefixtures("often")
-async def test_nothing_is_woken_for_where_no_daemon_is(tmp_path: Path) -> None:
-    """Until one is set up; pods that die then are ended as ever."""
-    scene = Scene(tmp_path, ["p1"])
-    scene.pod(1, dies_at=dt.datetime.now(dt.UTC) + dt.timedelta(seconds=1))
-    scene.process(101, 1)
-    statuses = scene.watch.manager.statuses
-    daemons = statuses.value
-    statuses.publish({})
-    async with anyio.create_task_group() as group:
-        group.start_soon(scene.watch.run)
-        await anyio.sleep(0.2)
-        assert scene.looks == 0
-        statuses.publish(daemons)
-        await _until(lambda: scene.control.terminated)
-        group.cancel_scope.cancel()
-    assert scene.control.terminated == [101]
-
-
 async def test_an_init_container_of_a_dying_pod_is_known_by_its_client(tmp_path: Path) -> None:
     """The kubelet's records do not show what it holds."""
     scene = Scene(tmp_path)

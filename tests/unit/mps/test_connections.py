@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anyio
-import anyio.lowlevel
 import pytest
 
 from agent.model.cgroup import ContainerRef
@@ -22,7 +20,6 @@ from agent.mps.control_commands import SESSIONS
 from agent.mps.daemon_parts import DaemonParts, EventReason, Options, StatusPublisher
 from agent.mps.directories import Directories
 from agent.mps.processes import Process
-from tests.pace import scaled
 
 # Hears one connection at a time, and "more" of it again and again. On "start" it waits for the word of a
 # server of its own.
@@ -270,36 +267,6 @@ async def test_an_agent_that_may_not_look_says_so_in_its_status_until_it_may() -
     assert not scene.publisher.now.unguarded
     await scene.see(ProcessLookupError())  # the daemon ended: that is no lack of rights
     assert not scene.publisher.now.unguarded
-
-
-async def test_signs_before_a_look_need_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question to the daemon and the lines that it logs of it come within a moment; a later sign counts."""
-    monkeypatch.setattr(connections, "SUSPICION_SECONDS", 0.1)
-    scene, looks = Scene(), list[Process]()
-
-    def look(daemon: Process) -> PeersSeen:
-        looks.append(daemon)
-        return PeersSeen((), None)
-
-    monkeypatch.setattr(scene, "look", look)
-
-    async def looked(times: int) -> None:
-        with anyio.fail_after(scaled(5)):
-            while len(looks) < times:
-                await anyio.sleep(0.005)
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(scene.guard.run, Process(1, 1))
-        scene.guard.suspect()
-        for _ in range(5):  # turns, until it sleeps before it looks
-            await anyio.lowlevel.checkpoint()
-        scene.guard.suspect()
-        await looked(1)
-        await anyio.sleep(0.3)
-        assert len(looks) == 1
-        scene.guard.suspect()
-        await looked(2)
-        group.cancel_scope.cancel()
 
 
 async def test_each_is_counted_and_they_are_named_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
