@@ -111,8 +111,9 @@ class ClaimLedger:
         if call.given_back:
             return False
         if claim.uid not in self.held.value:
-            self._new.add(claim.uid)
             others = {uid: each for uid, each in self.held.value.items() if each.key != claim.key}
+            if len(others) == len(self.held.value):  # one taken over stays, whatever this call comes to
+                self._new.add(claim.uid)
             self._put({**others, claim.uid: claim})
         return True
 

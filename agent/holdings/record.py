@@ -294,8 +294,8 @@ def join(
             return False
         if pod.key in keys or uid in view.contested:
             return True  # a pod's devices are not given away because somebody contests its UID
-        if handed_on(pod):
-            return False
+        if handed_on(pod) or (uid not in before.pods and uid in before.names):
+            return False  # it has ended before, and its entry stands until the kubelet writes again
         if pod.key is None:
             # The next of a pod's name, which only its predecessor's object has yet, the watch shows soon.
             shown = view.heard > before.nameless.get(uid, math.inf) + LAG_SECONDS
@@ -350,7 +350,7 @@ def join(
     )
     unknown = by_pod.keys() - view.pods.keys() - named.keys()
     nameless = _nameless(before, unknown, listed.began, fresh=fresh)
-    former = {uid: key for uid, key in before.names.items() if uid in by_pod or not fresh}
+    former = {uid: key for uid, key in before.names.items() if uid in by_pod or not (fresh and read)}
     own = {uid: view.pods[uid].key for uid in by_pod if uid in view.pods and view.pods[uid].uid == uid}
     names = {**named, **former, **own}
     shown = (before.shown & former.keys()) | own.keys()

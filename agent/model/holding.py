@@ -420,12 +420,19 @@ class Ledger:
         return frozenset().union(wanted & self.held.ids, *(wanted & each for each in reserved))
 
     def free_gpus(
-        self, asking: Holder, taken: frozenset[str], own: frozenset[str] = frozenset()
+        self,
+        asking: Holder,
+        taken: frozenset[str],
+        own: frozenset[str] = frozenset(),
+        begun: frozenset[str] = frozenset(),
     ) -> dict[str, FreeGpu]:
-        """Free units of each offerable GPU for a container, by UUID: not `taken`, and not owed to others."""
+        """Free units of each offerable GPU for a container, by UUID: not `taken`, and not owed to others.
+
+        `begun`: units that its pod has for certain; it goes on where these lie though no other is served.
+        """
         others = [each for each in self.reservations if each.holder != asking]
-        begun = {each.partition(SEPARATOR)[0] for each in own}
-        shut = self.whole - begun
+        goes_on = {each.partition(SEPARATOR)[0] for each in begun}
+        shut = self.whole - {each.partition(SEPARATOR)[0] for each in own}
         # One of an init container whose cores the asking one inherits shuts its heir out of nothing.
         strangers = (each for each in others if not (each.core_ids and each.core_ids <= own))
         shut |= {gpu for each in strangers if each.demand.whole for gpu in each.gpus}
@@ -437,7 +444,7 @@ class Ledger:
         return {
             pool.gpu: _free_gpu(pool, taken, owed[pool.gpu], pool.gpu in shut)
             for pool in self.pools.values()
-            if pool.offerable or (pool.drains and pool.gpu in begun)
+            if pool.offerable or (pool.drains and pool.gpu in goes_on)
         }
 
 

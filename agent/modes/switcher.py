@@ -342,7 +342,8 @@ class ModeSwitcher:
             after = transition.looked(state, held=held, granted=uuid in granted)
             changed[uuid] = after
             if after.stage in LEAVING and not after.stands_as_wanted:
-                nobody = LEFT_BEHIND if uuid in stay else "a pod that is being admitted"
+                admits = uuid in granted or uuid not in stay
+                nobody = "a pod that is being admitted" if admits else LEFT_BEHIND
                 waiting[uuid] = pods_of(holders.get(uuid, ())) or (nobody,)
         self._change(changed)
         return waiting

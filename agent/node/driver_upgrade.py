@@ -73,7 +73,8 @@ class Inherited:
         known = self._node.amounts(self._resources - self._offer.now().keys())
         if known is None:
             return False
-        offered = {name: (capacity, 0) for name, (capacity, left) in known.items() if left > 0}
+        # Of a capacity that no device explains the kubelet makes an allocatable again, with every tick.
+        offered = {name: (0, 0) for name, (_, left) in known.items() if left > 0}
         if not offered:
             return True
         try:

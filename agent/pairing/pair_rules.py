@@ -124,13 +124,16 @@ class PairRules:
                     f"units of {resource_of(self.pair, call.member)} for {holder} lie on {len(spread)} GPUs, "
                     f"and {demand.text()} must lie on {max(1, demand.whole)}; create the pod again"
                 )
-            own = self._own(state, asker.pod, holder) | call.inherited
+            had = self._own(state, asker.pod, holder)
+            own = had | call.inherited
+            # Of units that the kubelet has chosen by itself nothing says that the pod had begun with them.
+            begun = had if call.available is None else own
             taken = self._taken(state, holder, own, call)
             reserved = frozenset(existing.gpus) if existing else NOTHING
             tied = {each.partition(SEPARATOR)[0] for each in own} | reserved
             hint = hint_of(asker.pod, holder.container, self.node, group.containers if group else ())
             wanted = group.peak if group and not tied else demand
-            rooms = ledger.free_gpus(holder, taken, own)
+            rooms = ledger.free_gpus(holder, taken, own, begun)
             settled = {gpu: room for gpu, room in rooms.items() if gpu not in unsettled}
             if not (hint or tied or wanted.whole) and any(room.fits(wanted) for room in settled.values()):
                 rooms = settled

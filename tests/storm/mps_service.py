@@ -51,10 +51,12 @@ class MpsService:
             return [(f"{name} {each.process.pid}", LEFT_SECONDS) for each in left if mode is not Mode.OFF]
         # One that hangs before it has named its clients to this agent is let be: pods may live by its server.
         began = world.current.began if world.current else 0.0
+        # So is one whose GPU is unplugged, of which the driver names no users.
+        gone = uuid not in world.machine.uuids
         found = [
             (f"MPS daemon {each.process.pid} of GPU {uuid} hangs and is not replaced", REPLACED_SECONDS)
             for each in hung
-            if each.server is None or each.named > began
+            if not gone and (each.server is None or each.named > began)
         ]
         healthy = life.devices.tables.healthy.get(MPS.core, set()) if life else set()
         offered = any(each.partition(SEPARATOR)[0] == uuid for each in healthy)

@@ -293,3 +293,16 @@ async def test_of_128_shares_of_a_gpu_as_many_are_ready_as_mps_serves() -> None:
     assert waited.cancelled_caught
     over(book, shares[0])
     await taken(book, shares[48])
+
+
+@in_virtual_time
+async def test_adopted_claim_outlives_a_call_that_failed() -> None:
+    book, wanted = ledger()
+    one = claim("one", 60)
+    holding = Holding("ns", "pod", "main", "claim", (), Source.CLAIM, one.devices[0].share)
+    book.adopt([holding])  # the claims' checkpoint cannot be read; a pod runs
+    assert wanted.value
+    call = await asks(book, one)  # the kubelet restarts, and prepares again what runs
+    book.end(call)  # the GPU was unhealthy for 40 s, or the kubelet hung up
+    assert wanted.value, "its GPU is nobody's, though the container runs"
+    assert book.obstacle(claim("two", 60)), "and its units are sold again"

@@ -62,10 +62,13 @@ async def test_those_of_before_are_looked_for_until_each_gpu_was_read() -> None:
         await host.lingering.look()
         assert host.lingering.found == {FIRST.uuid: UNREAD}
         assert host.lingering.unsettled == {FIRST.uuid}
-    host.known = None
+    host.known = None  # for a moment: a pod is listed before the watch shows it
     await host.lingering.look()
-    assert not host.lingering.found  # nor would a reading say who has ended
-    host.known, host.sick = frozenset(), set()
+    assert host.lingering.found == {FIRST.uuid: UNREAD}
+    host.sick = set()
+    await host.lingering.look()
+    assert not host.lingering.found  # nobody can say whose they are
+    host.known = frozenset()
     await host.lingering.look()
     assert "7 of pod uid-departed" in host.lingering.found[FIRST.uuid]
     assert [*host.lingering.found] == [FIRST.uuid]
@@ -347,5 +350,31 @@ def test_a_process_whose_pod_ended_before_the_agent_began_keeps_its_gpu() -> Non
             await anyio.sleep(60)
             assert list(node.modes()) == ["pgpu", "pgpu"]
             group.cancel_scope.cancel()
+
+    run()
+
+
+@pytest.mark.usefixtures("inline")
+def test_closing_ends_with_the_grant_though_a_process_has_stayed() -> None:
+    @in_virtual_time
+    async def run() -> None:
+        host = Host()
+        async with (
+            anyio.create_task_group() as group,
+            switching(FIRST, kubelet=host.kubelet, first=Mode.PGPU, lingering=host.lingering) as node,
+        ):
+            group.start_soon(host.lingering.run)
+            await node.reach("pgpu")
+            host.start("hangs", FIRST.uuid)
+            host.pids[FIRST.uuid] = {7: "uid-hangs"}
+            await anyio.sleep(1)
+            node.lists.granted = {FIRST.uuid}  # a pod was just served, and rejected by another plugin
+            host.end("hangs")
+            await anyio.sleep(5)
+            node.lists.granted = set()
+            await anyio.sleep(600)
+            stage = node.switcher._states[FIRST.uuid].stage.value
+            group.cancel_scope.cancel()
+            assert stage == "draining"
 
     run()

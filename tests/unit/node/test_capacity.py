@@ -168,6 +168,24 @@ async def test_what_a_killed_agent_left_is_taken_back_before_its_taint_goes() ->
 
 
 @in_virtual_time
+async def test_no_tick_brings_back_what_neither_kubelet_nor_agent_has() -> None:
+    """A kubelet without its checkpoint, and an agent that may offer nothing: storm 1000153."""
+    api, kubelet = MemoryApi(), Kubelet()
+    api.node["status"] = {"capacity": {CORE: "800"}, "allocatable": {CORE: "800"}}
+
+    def tick(node: dict[str, Any]) -> None:
+        node["status"]["allocatable"] = dict(node["status"]["capacity"])
+
+    async with World(api, kubelet, offered=lambda _: {}).running():
+        await anyio.sleep(8)
+        for _ in range(3):
+            api.change(tick)
+            await anyio.sleep(10)
+            assert api.allocatable == {}
+    assert len(api.of("status")) == 1
+
+
+@in_virtual_time
 async def test_what_another_agent_offers_is_left_alone() -> None:
     api, kubelet = MemoryApi(), Kubelet({GPU: 8})
     api.node["status"] = {"capacity": {GPU: "8"}, "allocatable": {GPU: "8"}}

@@ -11,7 +11,7 @@ from agent.model.pod import MPS, Container, Pod, Stage
 from agent.pairing.resolver import Cause, PairRefused
 from tests.pods import changed
 from tests.unit.pairing.asking import Told, index, told
-from tests.unit.pairing.kubelet_model import KubeletModel, pod, share, undisturbed
+from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share, undisturbed
 
 HINT = "tencent.com/predicate-gpu-idx-0"
 
@@ -200,3 +200,24 @@ async def test_kubelet_restart_with_init_only_units_stays_known() -> None:
     assert kubelet.pairing.ledger.held.ids == before
     await kubelet.admit(pod("b", share("main", 60, 30)))
     assert index(kubelet, ("default", "b")) == [1]
+
+
+async def test_a_draining_gpu_is_given_to_no_new_pod_that_the_kubelet_chose_for() -> None:
+    """The kubelet's own choice, or a preference older than a second, on a GPU that is closed by now."""
+    kubelet = KubeletModel(gpus=2)
+    new = pod("new", share("main", 30, 10))
+    kubelet.api[new.key] = new
+    kubelet.taken_up[new.key] = Admission(new)
+    free = sorted(kubelet.listed(PairMember.CORE))
+    ids = await kubelet.pairing.prefer(PairMember.CORE, 30, free)
+    gpu = ids[0].partition("::")[0]
+    # its last holder left a process: it is withheld at once
+    kubelet.modes.publish(
+        Assignment(
+            {**kubelet.modes.value.gpus, gpu: GpuMode(Mode.VGPU, Offering.CLOSED, "a process has stayed")}
+        )
+    )
+    kubelet.shares.restock()
+    kubelet.now += 1.5  # a kubelet, or an agent, that is slow
+    with pytest.raises(PairRefused):
+        await kubelet.pairing.allocate(PairMember.CORE, ids)
