@@ -311,7 +311,7 @@ class RequesterResolver:
         other call waits. `arrived`: when this one came, by anyio's clock. Raises PairRefused when nobody or
         more than one may be asking.
         """
-        began = counted = anyio.current_time()
+        began = counted = absent_asked = anyio.current_time()
         give_up = began + PATIENCE_SECONDS
         alike_until, away_until = (arrived + each.seconds(began) for each in (self._alike, self._away))
         pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
@@ -334,8 +334,11 @@ class RequesterResolver:
                 # by the next kubelet. The first is beside an admission, whose own call then waits; the second
                 # before that kubelet has heard of others, and by now who was just rejected is out.
                 found = [each for each in found if not each.pod.started] or found
-            # A static pod that is being admitted is listed, and its mirror not there yet.
-            alike = len(found) > 1 or (facts.absent and any(each.pod.started for each in found))
+            # A static pod that is being admitted is listed, and its mirror not there yet; without a record
+            # nobody says whether one is. Who runs, or was turned away, is not it.
+            unseen = facts.absent or facts.record is None
+            turned_away = facts.absent and any(each.pod.uid in refused for each in found)
+            alike = len(found) > 1 or turned_away or (unseen and any(each.pod.started for each in found))
             if found and not alike and facts.known and not found[0].pod.ending:
                 return facts, found[0]
             now = anyio.current_time()
@@ -352,7 +355,10 @@ class RequesterResolver:
                 break
             if doubt:
                 # Their answers may come now, and the ends of pods that look alike.
-                asked.forget(facts.absent.union(each.pod.key for each in found) if facts.known else ())
+                asked.forget([each.pod.key for each in found] if facts.known else [])
+                if len(found) == 1 and now - absent_asked >= AWAY_PAUSE_SECONDS:
+                    absent_asked = now  # they may be many
+                    asked.forget(facts.absent)
             pauses.longest = LONGEST_PAUSE_SECONDS if facts.known else AWAY_PAUSE_SECONDS
             pause = pauses.next()
             await anyio.sleep(pause if attempt < TRIES else min(pause, until - now))
