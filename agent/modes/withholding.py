@@ -363,7 +363,8 @@ class Lingering:
         """
         known = departed.known()
         if known is None:
-            self._unread = frozenset()  # a reading would say nothing either
+            if self._unread:  # one that can be read is as those that could be at once
+                self._unread -= (await self._processes(self._unread)).keys()
             return
         for uids in self._left.values():  # a watch may show a pod after its first process
             uids.difference_update(self._recalled.intersection(known))
