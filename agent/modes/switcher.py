@@ -67,7 +67,6 @@ log = structlog.get_logger()
 DRAIN_LOOK_SECONDS = 0.5  # how often holders are looked at while a GPU drains
 RETRY_LOOK_SECONDS = 10.0  # how often it is looked whether another try could help
 DELIVER_SECONDS = 2.0
-LEFT_BEHIND = "a process of a pod that has ended"
 IDLE_SECONDS = 3600.0  # nothing to do until something changes
 
 Waiting = Mapping[str, tuple[str, ...]]  # GPU -> pods (namespace/name) that hold it
@@ -343,7 +342,7 @@ class ModeSwitcher:
             changed[uuid] = after
             if after.stage in LEAVING and not after.stands_as_wanted:
                 admits = uuid in granted or uuid not in stay
-                nobody = "a pod that is being admitted" if admits else LEFT_BEHIND
+                nobody = ADMITTED if admits else ENDED
                 waiting[uuid] = pods_of(holders.get(uuid, ())) or (nobody,)
         self._change(changed)
         return waiting
@@ -402,7 +401,7 @@ class ModeSwitcher:
         problems = {uuid: state.failure for uuid, state in states.items() if state.failure}
         working = any(state.stage in WORKING or state.stage is ModeStage.READY for state in states.values())
         # Whose processes have gone is published; the kubelet is not asked about them, maybe for days.
-        asked = any(pods != (LEFT_BEHIND,) for pods in waiting.values())
+        asked = any(pods != (ENDED,) for pods in waiting.values())
         pause = DRAIN_LOOK_SECONDS if asked else IDLE_SECONDS
         # A GPU that is cordoned by hand, or withheld, drains beside: the request is in force without it.
         mode_waits = {uuid: pods for uuid, pods in waiting.items() if uuid not in apart}
