@@ -1,8 +1,8 @@
 """`python -m tests.gpu.kit FOLDER --python 3.12`: what the GPU tier needs on a machine without network.
 
-FOLDER gets `wheels/` (pure Python, of the versions in the lock), `mps/` (Debian's MPS programs, for a
-driver that brings none), `limits/` (the enforcement library) and `programs/` (the tier's C programs), both
-for the architecture of this machine.
+FOLDER gets `wheels/` (of the versions in the locks), `mps/` (Debian's MPS programs, for a driver that brings
+none), `limits/` (the enforcement library) and `programs/` (the tier's C programs), all for the architecture
+of this machine.
 `tests/gpu/offline FOLDER` uses it there.
 """
 
@@ -21,16 +21,21 @@ from tests.gpu import built, limits
 from tests.mps_binaries import SUITES, both_programs
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    *("anyio", "idna", "nvidia-ml-py", "structlog", "typing-extensions"),
-    *("iniconfig", "packaging", "pluggy", "pygments", "pytest", "pytest-asyncio", "pytest-timeout"),
-)
+PYTEST = ("iniconfig", "packaging", "pluggy", "pygments", "pytest", "pytest-asyncio", "pytest-timeout")
 
 
-def pinned(lock: str, names: Sequence[str]) -> list[str]:
-    """The line of each with its version and hashes, from the text of a lock. Raises KeyError."""
-    lines = dict(re.findall(r"^([A-Za-z0-9._-]+)(==.+)$", lock.replace("\\\n", " "), re.MULTILINE))
-    return [f"{name}{lines[name]}" for name in names]
+def pinned(lock: str) -> dict[str, str]:
+    """The line of each package with its version and hashes, from the text of a lock."""
+    found: list[tuple[str, str]] = re.findall(
+        r"^([A-Za-z0-9._-]+)(==.+)$", lock.replace("\\\n", " "), re.MULTILINE
+    )
+    return {name: name + rest for name, rest in found}
+
+
+def wanted_packages() -> list[str]:
+    """The lines of all that the agent needs, since the rooms that the tier reads change, and of pytest."""
+    dev = pinned((ROOT / "requirements-dev.lock").read_text())
+    return [*pinned((ROOT / "requirements.lock").read_text()).values(), *(dev[name] for name in PYTEST)]
 
 
 def make(folder: Path, python: str, programs: Path | None = None) -> None:
@@ -40,11 +45,10 @@ def make(folder: Path, python: str, programs: Path | None = None) -> None:
     """
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "mps").mkdir(parents=True)
-    pins = pinned((ROOT / "requirements-dev.lock").read_text(), PACKAGES)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", python, "--dest", str(folder / "wheels")]
     with tempfile.NamedTemporaryFile("w", suffix=".lock") as wanted:
-        wanted.write("\n".join(pins))
+        wanted.write("\n".join(wanted_packages()))
         wanted.flush()
         subprocess.run([*command, "--require-hashes", f"--requirement={wanted.name}"], check=True)
     (folder / "limits").mkdir()
