@@ -24,13 +24,14 @@ from grpclib.protocol import H2Protocol
 from grpclib.server import Server, Stream
 
 from agent.kit.tasks import describe
-from agent.kubelet.wire import Codec, DataInRuns
+from agent.kubelet.wire import Codec, DataInRuns, ends_stream
 
 # Frames of one turn of the event loop leave in one write.
 #
 # grpclib writes headers, message and trailers one by one. Each write is a system call, and wakes the other
 # end for a piece that says nothing yet; where processors are busy every one of them may cost the agent its
-# turn.
+# turn. The frame that ends a stream takes what is kept with it at once: whoever was woken by what is answered
+# has the next turn, and the kubelet need not wait for them.
 
 # More than this leaves at once, so that a peer that reads slowly is noticed before its list is copied.
 LARGEST = 64 * 1024
@@ -50,7 +51,7 @@ class CorkedTransport(asyncio.Transport):
             asyncio.get_running_loop().call_soon(self._release)
         self._kept.append(data)
         self._size += len(data)
-        if self._size > LARGEST:
+        if self._size > LARGEST or ends_stream(data):
             self._release()
 
     def _release(self) -> None:

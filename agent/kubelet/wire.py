@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from grpclib.encoding.base import CodecBase
 from h2.connection import H2Connection
 from h2.frame_buffer import FrameBuffer
-from hyperframe.frame import DataFrame, Frame
+from hyperframe.frame import DataFrame, Frame, HeadersFrame
 
 from agent._proto import v1beta1
 from agent.kit.tasks import Cell
@@ -129,6 +129,7 @@ H2Connection.MAX_CLOSED_STREAMS = 1024
 Frame.__repr__ = object.__repr__  # type: ignore[method-assign]
 
 
+END_STREAM = 0x1  # of frames of data and headers
 HEAD = 9  # bytes before a frame's body: three of its length, type, flags, four of its stream
 
 
@@ -154,6 +155,16 @@ class DataInRuns(FrameBuffer):
             del data[:at]
             frame.data = b"".join(bodies)
         return frame
+
+
+def ends_stream(frames: bytes | bytearray | memoryview) -> bool:
+    """Whether one of these whole frames is the last of its stream."""
+    at = 0
+    while at + HEAD <= len(frames):
+        if frames[at + 3] in (DataFrame.type, HeadersFrame.type) and frames[at + 4] & END_STREAM:
+            return True
+        at += HEAD + int.from_bytes(frames[at : at + 3], "big")
+    return False
 
 
 class MalformedMessage(ValueError):

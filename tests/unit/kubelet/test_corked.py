@@ -8,7 +8,7 @@ import anyio.lowlevel
 import pytest
 from h2.exceptions import FrameTooLargeError
 from h2.frame_buffer import FrameBuffer
-from hyperframe.frame import DataFrame, Frame, WindowUpdateFrame
+from hyperframe.frame import DataFrame, Frame, HeadersFrame, SettingsFrame, WindowUpdateFrame
 
 from agent.kubelet.grpc_server import LARGEST, CorkedTransport
 from agent.kubelet.wire import DataInRuns
@@ -45,6 +45,34 @@ async def test_one_turn_is_one_piece() -> None:
     corked.write(b"next")
     await anyio.lowlevel.checkpoint()
     assert (plain.pieces, corked.get_write_buffer_size()) == ([b"headersmessagetrailers", b"next"], 7)
+
+
+async def test_the_end_of_a_stream_leaves_before_whoever_waits_for_a_turn() -> None:
+    """An answer that woke others, as each Allocate does, left only after all of them had run."""
+    plain, seen = Plain(), list[int]()
+    corked = CorkedTransport(plain)
+    asyncio.get_running_loop().call_soon(lambda: seen.append(len(plain.pieces)))
+    message, trailers = DataFrame(1, b"answer"), HeadersFrame(1, b"status", flags=["END_HEADERS"])
+    corked.write(message.serialize())
+    assert not plain.pieces
+    trailers.flags.add("END_STREAM")
+    corked.write(WindowUpdateFrame(1, window_increment=7).serialize() + trailers.serialize())
+    await anyio.lowlevel.checkpoint()
+    assert seen == [1]
+    assert [type(each) for each in _read(FrameBuffer(), plain.pieces)] == [
+        DataFrame,
+        WindowUpdateFrame,
+        HeadersFrame,
+    ]
+
+
+@pytest.mark.parametrize("more", [b"", b"cut", b"cut before its end"])
+async def test_what_ends_no_stream_waits_for_the_turn(more: bytes) -> None:
+    """The bit that ends a stream stands for something else on other frames."""
+    plain = Plain()
+    corked = CorkedTransport(plain)
+    corked.write(SettingsFrame(0, flags=["ACK"]).serialize() + DataFrame(1, b"x").serialize() + more)
+    assert not plain.pieces
 
 
 async def test_much_leaves_at_once() -> None:
