@@ -12,7 +12,7 @@ from agent._proto.v1beta1 import ContainerAllocateResponse
 from agent.simulator.kubelet import ContainerSpec, Pod, PodSpec, checkpoint_file
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.device_tables import NO_NUMA, Allocation, PodDevices
-from tests.bench.client import KubeletClient, kubelet_client, timed
+from tests.bench.client import KubeletClient, kubelet_client, timed, undisturbed
 from tests.bench.conditions import RESOURCES, Conditions
 from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine
 from tests.bench.registry import Figure, Taken, measurement, percentile
@@ -42,7 +42,7 @@ async def allocate(conditions: Conditions) -> Mapping[str, Taken]:
     taken: list[float] = []
     async with agent_between(conditions, folder, "pgpu", api, records):
         (socket,) = await served(folder, "nvidia-gpu")
-        with kubelet_client(socket) as client:
+        with undisturbed(), kubelet_client(socket) as client:
             for number in range(ROUNDS + 1):
                 pods = [api.create(_pod(f"pod-{number}-{n}")) for n in range(len(machine.uuids))]
                 times = await anyio.to_thread.run_sync(_allocations, client, machine.uuids)

@@ -25,7 +25,7 @@ from agent.settings import Settings
 from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.vgpu.wing import NodeLimits, VgpuPlugin, build
-from tests.bench.client import KubeletClient, kubelet_client
+from tests.bench.client import KubeletClient, kubelet_client, undisturbed
 from tests.bench.conditions import Conditions, short_folder
 from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine
 from tests.bench.registry import Figure, Taken, measurement, percentile
@@ -101,7 +101,7 @@ async def _admissions(
     }
     sockets = await served(folder, "tencent-vcuda-core", "tencent-vcuda-memory")
     taken: list[float] = []
-    with kubelet_client(sockets[0]) as core, kubelet_client(sockets[1]) as memory:
+    with undisturbed(), kubelet_client(sockets[0]) as core, kubelet_client(sockets[1]) as memory:
         clients = {PairMember.CORE: core, PairMember.MEMORY: memory}
         for n in range(ADMISSIONS + WARM_UP):
             spec = pod_spec(f"new-{n}")

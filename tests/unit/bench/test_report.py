@@ -1,6 +1,8 @@
 """The bench's own honesty: names, budgets, errors in place of values."""
 
+import gc
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from tests.bench import registry, report
 from tests.bench.__main__ import main
 from tests.bench.calibration import LARGEST_SLOWDOWN, QUIET, Calibration, calibrator
+from tests.bench.client import SWITCH_SECONDS, undisturbed
 from tests.bench.conditions import Conditions
 from tests.bench.registry import Figure, Measurement, Taken, percentile
 
@@ -197,3 +200,11 @@ def test_a_percentile_of_known_values() -> None:
     assert percentile(range(1, 101), 0.5) == 50
     assert percentile(range(1, 101), 0.99) == 99
     assert percentile([7], 0.99) == 7
+
+
+def test_the_bench_looks_for_no_garbage_between_the_calls_that_it_times() -> None:
+    before = sys.getswitchinterval()
+    with undisturbed():
+        assert not gc.isenabled()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+    assert (gc.isenabled(), sys.getswitchinterval()) == (True, before)
