@@ -49,6 +49,7 @@ def build_telemetry(
         window,
         settings.sampling.pcie_throughput,
         settings.sampling.activity,
+        lambda: any(each.service.busy for each in core.readiness.endpoints),
     )
     watch = ContainerWatch(
         snapshot,

@@ -37,6 +37,8 @@ SEND_SECONDS = 30.0
 # PodResources shows devices some milliseconds after Allocate. A reading that began so much later
 # shows whether they came to anybody: this is ample.
 GRANT_SECONDS = 2.0
+# A pod takes two calls for each resource, one right after the other.
+FOLLOWED_SECONDS = 0.005
 
 
 @dataclass
@@ -85,6 +87,13 @@ class DevicePluginService:
         self._granted: dict[str, float] = {}
         self._asked: list[tuple[str, ...]] = []
         self._draining = False
+        self._serving = 0  # calls whose pods wait
+        self._answered = -math.inf  # when the newest of them ended, by the monotonic clock
+
+    @property
+    def busy(self) -> bool:
+        """Whether a pod waits for an answer, or had one this moment and is about to ask for more."""
+        return self._serving > 0 or time.monotonic() < self._answered + FOLLOWED_SECONDS
 
     def handlers(self) -> Handlers:
         plugin, registration = "/v1beta1.DevicePlugin/", "/pluginregistration.Registration/"
@@ -291,6 +300,7 @@ class DevicePluginService:
         """Run one RPC under a deadline; every refusal is logged, counted and explained."""
         started = time.perf_counter()
         outcome = "INTERNAL"
+        self._serving += 1
         try:
             with anyio.move_on_after(seconds):
                 result = await answer()
@@ -311,4 +321,6 @@ class DevicePluginService:
             text = f"{call} of {self.plugin.resource} failed in the agent: {describe(error)}; see its log"
             raise GRPCError(Status.INTERNAL, text) from error
         finally:
+            self._serving -= 1
+            self._answered = time.monotonic()
             self.stats.count(call, outcome, time.perf_counter() - started)

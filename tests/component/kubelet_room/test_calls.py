@@ -50,6 +50,25 @@ async def test_options_and_info(folder: Path) -> None:
         assert one.service.infos_given.value == 1
 
 
+async def test_it_is_busy_until_nobody_waits_and_no_next_call_is_near(folder: Path) -> None:
+    """By this others stand back, so that it may not stay so."""
+    plugin, seen = ScriptedPlugin("a"), list[bool]()
+
+    async def refuse(_: object) -> NoReturn:
+        seen.append(one.service.busy)
+        raise Refused("not today")
+
+    plugin.on_allocate = plugin.on_prefer = refuse
+    async with served(plugin, folder) as one, Peer(one.path) as peer:
+        assert not one.service.busy
+        request = V1BETA1.PreferredAllocationRequest(container_requests=[{"allocation_size": 1}])
+        for call in (peer.allocate("a"), peer.call(peer.device.GetPreferredAllocation, request)):
+            with pytest.raises(grpc.RpcError):
+                await call
+            await eventually(lambda: not one.service.busy)
+    assert seen == [True, True]
+
+
 async def test_only_granted_allocations_are_told_of(folder: Path) -> None:
     async def refuse(ids: Sequence[str]) -> Allocation:
         raise Refused("not today")

@@ -1,7 +1,7 @@
 """The sampler over a simulated machine with injected faults."""
 
 import time
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -116,6 +116,49 @@ async def test_what_a_gpu_does_not_offer_is_missing_and_no_failure() -> None:
     assert samples.taken[uuids[0]].sample.power_watts is None
     assert samples.taken[uuids[1]].sample.power_watts is not None
     assert samples.failures == {}
+
+
+class AtOnce:
+    """NVML's thread where no thread may be: calls run in the loop."""
+
+    async def run(self, call: Callable[[], None], **_: object) -> None:
+        call()
+
+
+async def rounds_beside(waits: Callable[[float], bool]) -> list[tuple[str, float]]:
+    """When the first two rounds read and told something; `waits`: whether pods wait at a time."""
+    parts, seen = Parts(), list[tuple[str, float]]()
+    parts.scan()
+    began, sample = anyio.current_time(), parts.nvml.sample
+
+    def now() -> float:
+        return round(anyio.current_time() - began, 2)
+
+    def reading(*arguments: Any) -> Sample:
+        seen.append(("read", now()))
+        return sample(*arguments)
+
+    parts.nvml.sample = reading  # type: ignore[method-assign]
+    thread: Any = AtOnce()
+    sampler = Sampler(parts.nvml, thread, parts.inventory.snapshot, 1.0, busy=lambda: waits(now()))
+    async with running(sampler):
+        for _ in range(2):
+            await sampler.samples.wait_change(sampler.samples.version)
+            seen.append(("told", now()))
+    return list(dict.fromkeys(seen))
+
+
+@in_virtual_time
+async def test_a_round_stands_back_while_pods_wait() -> None:
+    """It took the interpreter from calls of the kubelet: the slowest hundredth of all pairs waited for it."""
+    found = await rounds_beside(lambda now: now < 0.05 or 1 <= now < 1.07)
+    assert found == [("read", 0.05), ("told", 0.05), ("read", 1.07), ("told", 1.07)]
+
+
+@in_virtual_time
+async def test_a_round_stands_back_for_a_moment_only() -> None:
+    found = await rounds_beside(lambda _: True)
+    assert found == [("read", 0.1), ("told", 0.2), ("read", 1.1), ("told", 1.2)]
 
 
 async def test_cancellation_ends_it_with_no_call_under_way() -> None:
