@@ -13,7 +13,7 @@ from agent.app.parts import Core, Tasks
 from agent.cluster.pods import PodCache
 from agent.cluster.reviews import Reviews
 from agent.holdings.record import Owners
-from agent.kit.tasks import Cell, FatalError
+from agent.kit.tasks import Cell, Courtesy, FatalError
 from agent.model.holding import Growth, Place
 from agent.model.modes import Assignment
 from agent.model.pod import Pod
@@ -41,6 +41,7 @@ def build_telemetry(
     sys.setswitchinterval(SWITCH_SECONDS)
     settings, snapshot = core.settings, core.inventory.snapshot
     window = settings.sampling.window_seconds
+    courtesy = Courtesy(lambda: any(each.service.busy for each in core.readiness.endpoints))
     sampler = Sampler(
         core.nvml,
         core.calls,
@@ -49,7 +50,7 @@ def build_telemetry(
         window,
         settings.sampling.pcie_throughput,
         settings.sampling.activity,
-        lambda: any(each.service.busy for each in core.readiness.endpoints),
+        courtesy,
     )
     watch = ContainerWatch(
         snapshot,
@@ -60,6 +61,7 @@ def build_telemetry(
         window,
         assignment=assignment,
         grown=grown,
+        courtesy=courtesy,
     )
     return sampler, watch
 

@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from agent.holdings.record import Owners
 from agent.inventory.snapshot import Snapshot
-from agent.kit.tasks import Cell
+from agent.kit.tasks import Cell, Courtesy
 from agent.model.holding import Growth, Place, Record
 from agent.model.modes import Assignment, Mode
 from agent.model.pod import Pod
@@ -79,8 +79,13 @@ class ContainerWatch:
         *,
         assignment: Cell[Assignment] | None = None,
         grown: Cell[Mapping[Place, Growth]] | None = None,
+        courtesy: Courtesy | None = None,
     ) -> None:
-        """`assignment`: for the number of time slices. `grown`: beyond the kubelet's records."""
+        """`assignment`: for the number of time slices. `grown`: beyond the kubelet's records.
+
+        `courtesy`: to those who wait for this process, between two GPUs.
+        """
+        self._courtesy = courtesy or Courtesy()
         self._snapshot = snapshot
         self._assignment = assignment or Cell(Assignment())
         self._grown = grown or Cell(NO_GROWTH)
@@ -129,7 +134,7 @@ class ContainerWatch:
         owners = self._owners.of(_pids(samples))
         containers: list[ContainerUse] = []
         other: dict[str, tuple[int, int]] = {}
-        for uuid in dict.fromkeys((*shares, *samples.taken)):
+        for uuid in self._courtesy.in_pieces(dict.fromkeys((*shares, *samples.taken))):
             taken: TakenSample | None = samples.taken.get(uuid)
             sample, work = (taken.sample, taken.work) if taken else (None, None)
             found = attribute(shares.get(uuid, []), sample, work, owners, pods)

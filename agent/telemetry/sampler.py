@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -11,7 +11,7 @@ import anyio
 import structlog
 
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.tasks import Cell
+from agent.kit.tasks import Cell, Courtesy
 from agent.nvml.event_watch import WorkerThread
 from agent.nvml.port import NvmlCode, NvmlError, NvmlHung, NvmlPort, Sample, SampleRequest
 from agent.nvml.sweep import HANGS, Sweep
@@ -178,10 +178,6 @@ NO_SPANS: Mapping[str, Span] = MappingProxyType({})
 CLOCK_SLACK_US = 1_000_000
 # Limits and counters are read less often than once a second: nobody scrapes faster.
 COUNTERS_SECONDS = 5.0
-# How long a round stands back behind pods that wait, before it reads and before it tells what it read; a pair
-# of resources takes a tenth of that.
-BEHIND_SECONDS = 0.1
-LOOK_SECONDS = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +213,10 @@ class Sampler:
         window_seconds: float = 60.0,
         pcie: bool = False,
         activity: bool = False,
-        busy: Callable[[], bool] = lambda: False,
+        courtesy: Courtesy | None = None,
     ) -> None:
-        """`busy`: whether pods wait for this process, behind whom a round stands back for a moment."""
-        self._busy = busy
+        """`courtesy`: to those who wait for this process, before it reads and before it tells what came."""
+        self._courtesy = courtesy or Courtesy()
         self._nvml = nvml
         self._sweep = Sweep[str, Sample](thread, self.sample)
         self._snapshot = snapshot
@@ -254,18 +250,8 @@ class Sampler:
             due = max(due + self._interval, anyio.current_time())
             await anyio.sleep_until(due)
 
-    async def _calm(self) -> None:
-        """Return as soon as no pod waits, or after a while.
-
-        A reading, and all that is worked out from it, takes the interpreter from a call of the kubelet: it
-        was the slowest hundredth of all pairs.
-        """
-        end = anyio.current_time() + BEHIND_SECONDS
-        while self._busy() and anyio.current_time() < end:
-            await anyio.sleep(LOOK_SECONDS)
-
     async def _round(self) -> None:
-        await self._calm()
+        await self._courtesy.calm()
         snapshot = self._snapshot.value
         asked = [state.uuid for state in snapshot.gpus if _answers(state)] if snapshot.problem is None else []
         found: dict[str, Sample | NvmlError] = {}
@@ -281,7 +267,7 @@ class Sampler:
         else:
             found |= {uuid: NvmlHung(NvmlCode.TIMEOUT, "sample", HANGS) for uuid in hung}
         taken = {uuid: sample for uuid in asked if (sample := self.taken(uuid, found[uuid]))}
-        await self._calm()
+        await self._courtesy.calm()
         self.samples.publish(Samples(MappingProxyType(taken), MappingProxyType(dict(self._failures))))
 
     def sample(self, uuid: str) -> Sample:

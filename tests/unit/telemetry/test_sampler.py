@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from agent.inventory.reducer import Unavailable, reduce
+from agent.kit.tasks import Courtesy
 from agent.nvml.port import NvmlCode, Sample, SampleRequest
 from agent.telemetry.sampler import Sampler, Samples
 from agent.telemetry.series import sample_series
@@ -140,7 +141,8 @@ async def rounds_beside(waits: Callable[[float], bool]) -> list[tuple[str, float
 
     parts.nvml.sample = reading  # type: ignore[method-assign]
     thread: Any = AtOnce()
-    sampler = Sampler(parts.nvml, thread, parts.inventory.snapshot, 1.0, busy=lambda: waits(now()))
+    courtesy = Courtesy(lambda: waits(now()))
+    sampler = Sampler(parts.nvml, thread, parts.inventory.snapshot, 1.0, courtesy=courtesy)
     async with running(sampler):
         for _ in range(2):
             await sampler.samples.wait_change(sampler.samples.version)
