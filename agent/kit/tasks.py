@@ -177,9 +177,10 @@ class Courtesy:
 
     def in_pieces(self, pieces: Iterable[T]) -> Iterator[T]:
         """The pieces of some work in a thread, each as soon as nobody waits; a moment for all together."""
-        end = time.monotonic() + BEHIND_SECONDS
+        left = round(BEHIND_SECONDS / LOOK_SECONDS)
         for piece in pieces:
-            while self.busy() and time.monotonic() < end:
+            while left > 0 and self.busy():
+                left -= 1
                 time.sleep(LOOK_SECONDS)
             yield piece
 

@@ -30,8 +30,8 @@ from agent.kubelet.wire import Codec, DataInRuns, ends_stream
 #
 # grpclib writes headers, message and trailers one by one. Each write is a system call, and wakes the other
 # end for a piece that says nothing yet; where processors are busy every one of them may cost the agent its
-# turn. The frame that ends a stream takes what is kept with it at once: whoever was woken by what is answered
-# has the next turn, and the kubelet need not wait for them.
+# turn. The frame that ends a stream takes what is kept with it at once: others that the answer has woken
+# run in the turn after, and the kubelet need not wait for them.
 
 # More than this leaves at once, so that a peer that reads slowly is noticed before its list is copied.
 LARGEST = 64 * 1024

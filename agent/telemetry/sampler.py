@@ -215,7 +215,7 @@ class Sampler:
         activity: bool = False,
         courtesy: Courtesy | None = None,
     ) -> None:
-        """`courtesy`: to those who wait for this process, before it reads and before it tells what came."""
+        """`courtesy`: to those who wait for this process, before it reads and before it publishes."""
         self._courtesy = courtesy or Courtesy()
         self._nvml = nvml
         self._sweep = Sweep[str, Sample](thread, self.sample)

@@ -127,7 +127,7 @@ class AtOnce:
 
 
 async def rounds_beside(waits: Callable[[float], bool]) -> list[tuple[str, float]]:
-    """When the first two rounds read and told something; `waits`: whether pods wait at a time."""
+    """When the first two rounds read and published; `waits`: whether pods wait at a time."""
     parts, seen = Parts(), list[tuple[str, float]]()
     parts.scan()
     began, sample = anyio.current_time(), parts.nvml.sample
@@ -135,9 +135,9 @@ async def rounds_beside(waits: Callable[[float], bool]) -> list[tuple[str, float
     def now() -> float:
         return round(anyio.current_time() - began, 2)
 
-    def reading(*arguments: Any) -> Sample:
+    def reading(uuid: str, request: SampleRequest | None = None) -> Sample:
         seen.append(("read", now()))
-        return sample(*arguments)
+        return sample(uuid, request)
 
     parts.nvml.sample = reading  # type: ignore[method-assign]
     thread: Any = AtOnce()
@@ -146,7 +146,7 @@ async def rounds_beside(waits: Callable[[float], bool]) -> list[tuple[str, float
     async with running(sampler):
         for _ in range(2):
             await sampler.samples.wait_change(sampler.samples.version)
-            seen.append(("told", now()))
+            seen.append(("published", now()))
     return list(dict.fromkeys(seen))
 
 
@@ -154,13 +154,13 @@ async def rounds_beside(waits: Callable[[float], bool]) -> list[tuple[str, float
 async def test_a_round_stands_back_while_pods_wait() -> None:
     """It took the interpreter from calls of the kubelet: the slowest hundredth of all pairs waited for it."""
     found = await rounds_beside(lambda now: now < 0.05 or 1 <= now < 1.07)
-    assert found == [("read", 0.05), ("told", 0.05), ("read", 1.07), ("told", 1.07)]
+    assert found == [("read", 0.05), ("published", 0.05), ("read", 1.07), ("published", 1.07)]
 
 
 @in_virtual_time
 async def test_a_round_stands_back_for_a_moment_only() -> None:
     found = await rounds_beside(lambda _: True)
-    assert found == [("read", 0.1), ("told", 0.2), ("read", 1.1), ("told", 1.2)]
+    assert found == [("read", 0.1), ("published", 0.2), ("read", 1.1), ("published", 1.2)]
 
 
 async def test_cancellation_ends_it_with_no_call_under_way() -> None:
