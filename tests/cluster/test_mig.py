@@ -91,7 +91,11 @@ async def test_pods_on_instances(rig: RealRig) -> None:
     assert {held_half, held_small} < set(there(rig))
 
     # Their holders gone, the half is made, beside the one that has run all the time.
+    await rig.wait_allocatable(1, SMALL)
     await rig.set_labels({LABEL: "halves"})
+    # A label that has just changed is obeyed once it has settled: until then `late` gets what is let go of.
+    for resource in (SMALL, DOUBLE):
+        await rig.wait_allocatable(0, resource)
     await rig.delete_pod(small)
     await rig.delete_pod(double)
     await until(rig, ("3g.71gb", 0), ("3g.71gb", 4))

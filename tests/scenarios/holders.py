@@ -3,7 +3,7 @@
 Each runs on a fresh node with 8 GPUs (see `rig.py`), on the embedded kubelet and on the real cluster.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -85,18 +85,20 @@ async def test_waiting_pod_fits_after_agent_update(rig: Rig) -> None:
 
 
 @asynccontextmanager
-async def restarted(rig: Rig, alive: Sequence[PodSpec]) -> AsyncIterator[None]:
+async def restarted(
+    rig: Rig, alive: Sequence[PodSpec], restart: Callable[[], Awaitable[None]]
+) -> AsyncIterator[None]:
     """The kubelet restarts; inside, its plugins are back. At the end it knows all its pods again."""
     held = {pod.name: await rig.held_ids(pod, "main", MEMORY) for pod in alive}
-    await rig.restart_kubelet()
+    await restart()
     yield
     with anyio.fail_after(TAKEN_UP_SECONDS):
         while {pod.name: await rig.held_ids(pod, "main", MEMORY) for pod in alive} != held:
             await anyio.sleep(0.1)
 
 
-async def test_restarted_kubelet_that_lists_nothing(rig: Rig) -> None:
-    """It learns its pods a while after its sockets serve: until then it lists none."""
+async def restarted_kubelet_lists_nothing(rig: Rig, restart: Callable[[], Awaitable[None]]) -> None:
+    """`restart`: of the kubelet; when it returns, all plugins are back."""
     await serving(rig)
     # One GPU is shared, the second is held by an init container while it runs, all others are held whole.
     shared = share_pod("shared", 35, 500)
@@ -117,7 +119,7 @@ async def test_restarted_kubelet_that_lists_nothing(rig: Rig) -> None:
         await rig.create_pod(pod)
     await unschedulable(rig, backlog[-1])
     for turn in range(2):
-        async with rig.watching_allocatable(MEMORY) as seen, restarted(rig, (shared, *whole)):
+        async with rig.watching_allocatable(MEMORY) as seen, restarted(rig, (shared, *whole), restart):
             # So many cores are free on the shared GPU alone: the init container holds 90 of the other.
             late = share_pod(f"late-{turn}", 20, 20)
             await running(rig, late)
@@ -131,6 +133,11 @@ async def test_restarted_kubelet_that_lists_nothing(rig: Rig) -> None:
     # Their turn comes.
     await rig.delete_pod(whole[0])
     await rig.wait_phase(backlog[0], Phase.RUNNING)
+
+
+async def test_restarted_kubelet_that_lists_nothing(rig: Rig) -> None:
+    """It learns its pods a while after its sockets serve: until then it lists none."""
+    await restarted_kubelet_lists_nothing(rig, rig.restart_kubelet)
 
 
 ALL = (
