@@ -195,6 +195,8 @@ class Excuses:
             if not each.healthy and self._hurt(each):
                 yield f"gpu {each.uuid}"
         state, asked = agent.switcher.state.value, agent.switcher._desired.value
+        # One that the agent did not know changes its mode when it is found, whatever it was in before.
+        self._modes = {one.uuid: self._modes[one.uuid] for one in state.gpus if one.uuid in self._modes}
         for one in state.gpus:
             # Another mode is asked for: pods that are bound get their devices first, then lists get shorter.
             # Or none is known: what is asked for cannot be obeyed, and nobody remembers what was before.
