@@ -12,6 +12,7 @@ import anyio.to_thread
 import structlog
 
 from agent.holdings.record import (
+    LAG_SECONDS,
     Checkpoint,
     CheckpointUnreadable,
     Entries,
@@ -29,6 +30,7 @@ from agent.kubelet.podresources import (
     PodResources,
     PodResourcesUnavailable,
 )
+from agent.model.cgroup import STATIC_UID
 from agent.model.holding import Holding, Record
 from agent.model.modes import PREFIXES, BadDeviceId, parse
 from agent.model.pod import Pod
@@ -92,6 +94,8 @@ class HoldingsWatch:
         # Pods whose objects are gone, until the kubelet says whether their containers are, too.
         self._doubted: Mapping[str, PodEvidence] = {}
         self._vanished: set[str] = set()
+        # Pods that the kubelet lists and the API server does not show, and when the first such reading began.
+        self._unshown: Mapping[PodKey, float] = {}
         self._differs = False  # whether a call has read something else than what was published last
         # The pods of this node by the API server, and the cell that is published when they change.
         self.view: Callable[[], View] = View
@@ -149,11 +153,27 @@ class HoldingsWatch:
         return vanished
 
     def known_pods(self) -> frozenset[str] | None:
-        """UIDs of all pods that the API server or the kubelet knows; None: that cannot be said now."""
-        view, shown = self.view(), {pod.key for pod in self.view().pods.values()}
-        if self.problem or not view.complete or self._record.joined.pods - shown:
-            return None  # of a pod that the kubelet alone knows it says no UID
+        """UIDs of all pods that the API server or the kubelet knows; None: that cannot be said now.
+
+        Those of static pods that have no mirror and hold nothing are not among them: `may_be_static`.
+        """
+        view, unnamed = self.view(), self._unnamed()
+        # Of a pod that the kubelet alone knows it says no UID; the watch may show it yet.
+        late = any(view.heard <= self._unshown.get(key, math.inf) + LAG_SECONDS for key in unnamed)
+        if self.problem or not view.complete or late:
+            return None
         return frozenset(view.pods.keys() | view.contested | self.gpus_by_pod().keys())
+
+    def may_be_static(self, uid: str) -> bool:
+        """Whether the kubelet lists a pod whose UID nobody says, and which may have this one."""
+        return STATIC_UID.fullmatch(uid) is not None and bool(self._unnamed())
+
+    def _unnamed(self) -> frozenset[PodKey]:
+        """Pods that the kubelet lists, and neither an object nor the checkpoint says their UIDs."""
+        held = {
+            pod.key for pod in self._record.pods.values() if any(each.listed for each in pod.holdings.values())
+        }
+        return self._record.joined.pods - {pod.key for pod in self.view().pods.values()} - held
 
     def nameless_gpus(self) -> frozenset[str]:
         """GPUs of which something is held by a pod whose UID is not known."""
@@ -329,6 +349,8 @@ class HoldingsWatch:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended
             self._record, self._answered_by, self._doubted = record, kubelet, {}
+            unshown = record.joined.pods - {pod.key for pod in self.view().pods.values()}
+            self._unshown = {key: self._unshown.get(key, listed.began) for key in unshown}
         if record.joined != self.cell.value:
             # Read by a call: it is published by the next `refresh`, which may fail.
             self._differs = True

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 
 MPS_CGROUP = "gpu-node-agent-mps"  # of the agent's MPS daemons and their servers
+# The kubelet names a static pod by a hash of its manifest, the API server all others by a UUID.
+STATIC_UID = re.compile(r"[0-9a-f]{32}")
 _UID = r"[0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32}"
 _POD = re.compile(rf"(?:^|[/-])pod({_UID})(?:\.slice)?(?=/|:|$)")
 _UPWARDS = re.compile(r"^(/\.\.)+")

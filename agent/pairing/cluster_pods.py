@@ -1,7 +1,6 @@
 """The node's pods and their owners by way of the Kubernetes API. Imported only where there is one."""
 
 import math
-import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from http import HTTPStatus
@@ -16,13 +15,12 @@ from agent.cluster.reviews import lacks_right
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import PodKey, View
 from agent.kit.tasks import Backoff
+from agent.model.cgroup import STATIC_UID
 from agent.model.pod import Pod
 from agent.pairing.resolver import PodSource, PodsUnavailable, Recorder
 
 log = structlog.get_logger()
 
-# The kubelet names a static pod by a hash of its manifest, the API server all others by a UUID.
-STATIC_UID = re.compile(r"[0-9a-f]{32}")
 WAITING_PATCHES = 256
 REMEMBERED = 1024  # UIDs of pods that are over; the watch shows these ends much earlier
 # Between tries while the agent's account lacks the right to patch pods.

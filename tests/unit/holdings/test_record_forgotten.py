@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from agent.holdings.record import Evidence, View, join
+import pytest
+
+from agent.holdings import holdings
+from agent.holdings.record import LAG_SECONDS, Evidence, View, join
 from agent.model.holding import Holding, PairHoldings, PairMember, Record
 from agent.model.pod import VGPU, Container, Stage
 from agent.pairing.resolver import askers
@@ -95,3 +98,37 @@ async def test_pods_are_known_once_every_source_has_spoken(tmp_path: Path) -> No
     assert "s" in (node.watch.known_pods() or ())
     node.complete = False
     assert node.watch.known_pods() is None
+
+
+async def test_a_static_pod_without_a_mirror_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, static, now = Node(tmp_path), "0123456789abcdef" * 2, 100.0
+    monkeypatch.setattr(holdings, "monotonic", lambda: now)
+    node.know("u", "web-0")
+    node.kubelet.pods = {"web-0": {"main": ""}, "dns-node1": {"main": ""}}
+    await node.held()
+    node.heard = 100.0 + LAG_SECONDS
+    assert node.watch.known_pods() is None  # the watch may show it yet
+    node.heard += 1
+    assert node.watch.known_pods() == frozenset({"u"})
+    assert node.watch.may_be_static(static)
+    assert not node.watch.may_be_static("01234567-89ab-cdef-0123-456789abcdef")
+    now = 110.0
+    node.kubelet.pods["new"] = {"main": ""}
+    await node.held()
+    assert node.watch.known_pods() is None
+    node.know("n", "new")
+    assert node.watch.known_pods() == frozenset({"u", "n"})  # however often the other is listed
+    del node.kubelet.pods["dns-node1"]
+    await node.held()
+    assert not node.watch.may_be_static(static)
+
+
+async def test_a_static_pod_that_holds_a_gpu_is_known_by_the_checkpoint(tmp_path: Path) -> None:
+    node, static = Node(tmp_path), "0123456789abcdef" * 2
+    node.kubelet.pods = {"dns-node1": {"main": "GPU-A"}}
+    node.kubelet.records((static, "main", "GPU-A"))
+    await node.held()
+    assert node.watch.known_pods() == frozenset({static})
+    assert not node.watch.may_be_static("f" * 32)
