@@ -69,8 +69,9 @@ log = structlog.get_logger()
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-# More hanging threads than this: the driver as a whole is sick, and more threads would not help.
+# Calls about more things than this hang: the driver as a whole is sick, and more threads would not help.
 MOST_STUCK = 8
+MOST_OF_ONE = 4  # about one GPU, by UUID or index; it is asked nothing more, and the others are
 
 
 class WorkerThread:
@@ -97,6 +98,7 @@ class WorkerThread:
         *args: *Ts,
         deadline: float | None = None,
         progress: Callable[[], float] | None = None,
+        about: Callable[[], object] | None = None,
     ) -> R:
         """Run a blocking call and return its result; raises what it raises.
 
@@ -104,6 +106,7 @@ class WorkerThread:
         into NVML, from when it last got on: `progress` answers that on `time.monotonic()`'s clock.
         Past it NvmlHung is raised, and raised again at once for the same call with the same arguments
         until it comes back: a sick GPU that is asked at every tick must not use up a thread each time.
+        `about` answers which GPU the call is about now; None: the one that the first argument names.
         Cancellation is held back until the call is over, so that NVML is never closed under a call; see
         `end_within`.
         """
@@ -116,7 +119,11 @@ class WorkerThread:
                 raise NvmlHung(NvmlCode.TIMEOUT, what, hung)
             if anyio.current_time() >= self._end or (stuck and self._end < math.inf):
                 raise NvmlHung(NvmlCode.TIMEOUT, what, f"NVML {what} is not called: the agent ends")
-            if stuck >= MOST_STUCK:
+            subject = args[0] if args and isinstance(args[0], str | int) else call
+            if self.hangs(subject):
+                text = f"{MOST_OF_ONE} NVML calls about {subject} hang in thread {self.name}"
+                raise NvmlHung(NvmlCode.TIMEOUT, what, text)
+            if len({given_up.about() for given_up in self._given_up}) >= MOST_STUCK:
                 raise NvmlHung(
                     NvmlCode.TIMEOUT,
                     self.name,
@@ -129,7 +136,7 @@ class WorkerThread:
             worker.jobs.put(job)
             await self._finish(job, seconds, progress)
             if not job.done.is_set():
-                self._give_up(_GivenUp(worker, call, args))
+                self._give_up(_GivenUp(worker, call, args, about or (lambda: subject)))
                 log.error("nvml_call_hangs", call=what, thread=self.name, deadline_seconds=seconds)
                 raise NvmlHung(NvmlCode.TIMEOUT, what, hung)
         # A cancellation that was held back is delivered here, after the call.
@@ -137,6 +144,10 @@ class WorkerThread:
         if job.error is not None:
             raise job.error
         return outcome[0]
+
+    def hangs(self, subject: object) -> bool:
+        """Whether so many calls about one GPU hang that it is asked nothing more."""
+        return self.stuck >= MOST_OF_ONE <= sum(each.about() == subject for each in self._given_up)
 
     def close(self) -> None:
         """Let the thread end after the call under way."""
@@ -208,6 +219,7 @@ class _GivenUp:
     worker: _Worker
     call: Callable[..., object]
     arguments: tuple[object, ...]
+    about: Callable[[], object]
 
 
 # Waits for NVML's events in a thread of its own and hands them on at once.

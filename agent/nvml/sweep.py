@@ -38,12 +38,13 @@ class Sweep(Generic[S, R]):
         NvmlHung when the worker itself refuses, because too many calls hang in it.
         """
         self._hung = {step: trip for step, trip in self._hung.items() if trip.current == step}
-        hung = {step for step in steps if step in self._hung}
+        # Other sweeps may have put as many calls about one as are let hang.
+        hung = {step for step in steps if step in self._hung or self._thread.hangs(step)}
         left = tuple(step for step in steps if step not in hung)
         while left:
             trip = _Trip(self._call, left, note)
             try:
-                await self._thread.run(trip.run, progress=trip.got_on)
+                await self._thread.run(trip.run, progress=trip.got_on, about=trip.step)
             except NvmlHung:
                 trip.abandoned = True
                 if not trip.begun:
@@ -72,6 +73,10 @@ class _Trip(Generic[S, R]):
     def got_on(self) -> float:
         """When the newest step began, on `time.monotonic()`'s clock."""
         return self._at
+
+    def step(self) -> S | None:
+        """The step under way."""
+        return self.current
 
     def run(self) -> None:
         """Take the steps; blocks."""

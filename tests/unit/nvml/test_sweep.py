@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from agent.nvml import sweep as sweeping
-from agent.nvml.event_watch import WorkerThread
+from agent.nvml.event_watch import MOST_OF_ONE, MOST_STUCK, WorkerThread
 from agent.nvml.port import NvmlCode, NvmlError, NvmlHung
 from agent.nvml.sweep import Sweep
 from tests.pace import scaled
@@ -77,6 +77,19 @@ async def test_a_call_that_hangs_is_left_out_until_it_came_back_and_its_answer_i
     assert 1 not in gpus.noted
     assert await sweep.over((0, 1, 2), gpus.note) == set()
     assert gpus.noted[1] == 10
+    thread.close()
+
+
+async def test_one_that_hangs_in_all_sweeps_is_left_out_of_the_next(gpus: Gpus) -> None:
+    """As of an agent that opens NVML again and again, and asks a sick GPU in ever new sweeps."""
+    thread = WorkerThread("test", deadline=HANGS_SECONDS)
+    gpus.release[1] = threading.Event()
+    for _ in range(2 * MOST_STUCK):
+        gpus.noted.clear()
+        assert await Sweep(thread, gpus.ask).over((1, 2), gpus.note) == {1}
+        assert gpus.noted == {2: 20}
+    assert thread.stuck == gpus.asked.count(1) == MOST_OF_ONE
+    gpus.release[1].set()
     thread.close()
 
 

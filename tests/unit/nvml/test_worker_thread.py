@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
 from typing import Any
 
 import anyio
@@ -135,6 +136,21 @@ async def test_too_many_hanging_calls_are_told_without_another_thread(gate: Gate
     gate.open()
     await until(lambda: thread.stuck == 0)
     assert await thread.run(lambda: "served", deadline=10) == "served"
+    thread.close()
+
+
+async def test_one_gpu_whose_calls_all_hang_leaves_the_others_theirs(gate: Gate) -> None:
+    thread = WorkerThread("one", deadline=0.02)
+    for _ in range(2 * threads.MOST_STUCK):
+        with pytest.raises(NvmlHung):
+            await thread.run(partial(gate.hang), "gpu-0")  # each another call
+    assert thread.stuck == lane_threads("one") == threads.MOST_OF_ONE
+    with pytest.raises(NvmlHung, match="4 NVML calls about gpu-0 hang in thread one"):
+        await thread.run(partial(gate.hang), "gpu-0")
+    assert await thread.run("about {}".format, "gpu-1", deadline=10) == "about gpu-1"
+    gate.open()
+    await until(lambda: thread.stuck == 0)
+    assert await thread.run(gate.hang, "gpu-0", deadline=10) == "back gpu-0"
     thread.close()
 
 
