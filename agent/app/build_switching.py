@@ -267,7 +267,14 @@ def _lingering(core: Core) -> Lingering:
     # Without the API server who is a stranger is never known.
     strangers = partial(pods_of_strangers, proc=proc)
     departed = (
-        Departed(lambda: tuple(snapshot.value.by_uuid), strangers, record.known_pods, record.take_vanished)
+        Departed(
+            lambda: tuple(snapshot.value.by_uuid),
+            strangers,
+            record.known_pods,
+            record.take_vanished,
+            record.may_be_static,
+            snapshot,
+        )
         if core.cluster
         else None
     )

@@ -171,7 +171,9 @@ class HoldingsWatch:
     def _unnamed(self) -> frozenset[PodKey]:
         """Pods that the kubelet lists, and neither an object nor the checkpoint says their UIDs."""
         held = {
-            pod.key for pod in self._record.pods.values() if any(each.listed for each in pod.holdings.values())
+            pod.key
+            for pod in self._record.pods.values()
+            if any(each.listed for each in pod.holdings.values())
         }
         return self._record.joined.pods - {pod.key for pod in self.view().pods.values()} - held
 

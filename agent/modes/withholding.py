@@ -254,8 +254,8 @@ class CordonBook:
 # After a deletion by force a pod holds nothing by any record, and a process of it that hangs in the driver
 # has its memory on the GPU still. Whose it was, its cgroup says. Of processes of others nothing follows here.
 #
-# Who ended while no agent ran is found once at the start: a process on a GPU, of a pod that neither the API
-# server nor the kubelet knows.
+# Who ended while no agent ran is found once, when a GPU is seen first: a process on it, of a pod that neither
+# the API server nor the kubelet knows.
 
 LOOK_SECONDS = 2.0  # between looks at processes that have stayed
 IDLE_SECONDS = 30.0  # a namesake that holds the same changes the record, and nothing is published
@@ -280,6 +280,9 @@ class Departed:
     known: Callable[[], Collection[str] | None]
     # UIDs of pods that have gone, and of which no record said what they held; each is handed out once.
     vanished: Callable[[], Collection[str]] = tuple
+    # Whether a UID that is not known may be that of a pod whose UID nobody says.
+    may_live: Callable[[str], bool] = lambda _: False
+    appeared: Cell[Any] | None = None  # published when `gpus` change
 
 
 class Lingering:
@@ -303,8 +306,8 @@ class Lingering:
         self._owners = owners
         self._record = record
         self._departed = departed
-        self._recalls = departed is not None  # whether those are still to be found
         self._recalled: set[str] = set()
+        self._doubted: dict[str, set[str]] = {}  # GPUs by UIDs of pods that nobody knows, and that may live
         self._recalled_on: set[str] = set()  # GPUs that were read for them
         self._unread: frozenset[str] = frozenset()  # GPUs that could not be read for them at the newest look
         self._swept = -math.inf  # when all GPUs were looked at last for pods that no record has shown
@@ -325,11 +328,32 @@ class Lingering:
     async def run(self) -> None:
         """Look at each change of the record, and again while somebody stays; for ever."""
         while True:
-            seen = self._record.version
+            seen, gpus = self._record.version, self._gpus()
             await self.look()
-            soon = self._left or self._recalls or anyio.current_time() - self._swept < LOOK_SECONDS
+            soon = self._left or self._unsearched() or anyio.current_time() - self._swept < LOOK_SECONDS
             with anyio.move_on_after(LOOK_SECONDS if soon else IDLE_SECONDS):
-                await self._record.wait_change(seen)
+                await self._changed(seen, gpus)
+
+    async def _changed(self, seen: int, gpus: frozenset[str]) -> None:
+        """Wait until the record is published, or there are more GPUs."""
+        appeared = self._departed.appeared if self._departed else None
+        async with anyio.create_task_group() as group:
+            if appeared:
+
+                async def more(cell: Cell[Any]) -> None:
+                    await cell.wait_for(lambda _: not self._gpus() <= gpus)
+                    group.cancel_scope.cancel()
+
+                group.start_soon(more, appeared)
+            await self._record.wait_change(seen)
+            group.cancel_scope.cancel()
+
+    def _gpus(self) -> frozenset[str]:
+        return frozenset(self._departed.gpus() if self._departed else ())
+
+    def _unsearched(self) -> frozenset[str]:
+        """GPUs on which pods that nobody knows were not looked for yet, or could not be."""
+        return self._gpus() - self._recalled_on
 
     async def look(self) -> None:
         """Take in who holds what now, and find whose processes have stayed."""
@@ -344,7 +368,7 @@ class Lingering:
             for gpu in self._departed.gpus():
                 left = self._left.setdefault(gpu, set())
                 left.update(vanished if len(left) < MOST_LEFT else ())
-        if self._departed and (self._recalls or self._recalled):
+        if self._departed and (self._recalled or self._doubted or self._unread or self._unsearched()):
             await self._recall(self._departed)
         for gpu in tuple(self._left):  # who holds it again, by the kubelet's word, has not ended
             self._left[gpu] -= {uid for uid in self._left[gpu] if gpu in held.get(uid, ())}
@@ -369,20 +393,19 @@ class Lingering:
         for uids in self._left.values():  # a watch may show a pod after its first process
             uids.difference_update(self._recalled.intersection(known))
         self._recalled.difference_update(known)
-        if self._recalls:
-            every_gpu = departed.gpus()
-            gpus = frozenset(every_gpu) - self._recalled_on
-            pids = await self._processes(gpus) if gpus else {}
-            every = {pid for found in pids.values() for pid in found}
-            pods = await anyio.to_thread.run_sync(departed.pods, every) if every else {}
-            for gpu, found in pids.items():
-                if gone := {uid for pid in found if (uid := pods.get(pid)) and uid not in known}:
-                    self._left.setdefault(gpu, set()).update(gone)
-                    self._recalled |= gone
-            self._recalled_on.update(pids)
-            self._unread = gpus - pids.keys()
-            # A driver that is slow, or a GPU that hangs, is asked again.
-            self._recalls = bool(self._unread) or not every_gpu
+        gpus = self._unsearched()
+        pids = await self._processes(gpus) if gpus else {}
+        every = {pid for found in pids.values() for pid in found}
+        pods = await anyio.to_thread.run_sync(departed.pods, every) if every else {}
+        for gpu, found in pids.items():
+            for uid in filter(None, map(pods.get, found)):
+                self._doubted.setdefault(uid, set()).add(gpu)
+        self._recalled_on.update(pids)
+        self._unread = gpus - pids.keys()  # a driver that is slow, or a GPU that hangs, is asked again
+        for uid in [each for each in self._doubted if each in known or not departed.may_live(each)]:
+            for gpu in self._doubted.pop(uid) if uid not in known else ():
+                self._left.setdefault(gpu, set()).add(uid)
+                self._recalled.add(uid)
 
     def _ended(self) -> Mapping[str, set[str]]:
         """UIDs of pods that hold GPUs no more, by GPU."""

@@ -86,5 +86,5 @@ class Lingerers:
 
     def _recalls(self, agent: Agent, current: AgentRun, uid: str) -> bool:
         """Whether an agent that has begun since can know: it looks once, as soon as it knows all pods."""
-        known = agent.core.holdings.known_pods()
-        return self._world.nvml_well < current.began and known is not None and uid not in known
+        known, may_live = agent.core.holdings.known_pods(), agent.core.holdings.may_be_static
+        return known is not None and uid not in known and not may_live(uid)

@@ -1,5 +1,6 @@
 """Processes that outlive their pod's end: their GPU is in no mode until they have gone."""
 
+import threading
 from collections.abc import Collection, Iterable, Mapping
 
 import anyio
@@ -10,10 +11,15 @@ from agent.model.cgroup import ContainerRef
 from agent.model.modes import Mode
 from agent.model.node_inventory import Entry
 from agent.modes.withholding import LOOK_SECONDS, MOST_LEFT, UNREAD, Departed, Lingering
+from agent.nvml.event_watch import MOST_STUCK, WorkerThread
+from agent.nvml.port import GpuProcess, NvmlHung
+from agent.nvml.sweep import ProcessSweep
+from tests.pace import scaled
 from tests.unit.modes.nodes import Announcements, Kubelet, gpu, switching
 from tests.virtual_time import in_virtual_time
 
 FIRST, OTHER = gpu(0), gpu(1)
+HANGS_SECONDS = min(scaled(0.1), 1.0)
 
 
 class Host:
@@ -27,7 +33,15 @@ class Host:
         self.sick: set[str] = set()  # GPUs that cannot be read
         self.looks = 0
         self.known: frozenset[str] | None = None  # pods; None: not known yet
-        departed = Departed(lambda: (FIRST.uuid, OTHER.uuid), self.pods, lambda: self.known)
+        self.gpus: Cell[Collection[str]] = Cell((FIRST.uuid, OTHER.uuid))
+        self.static: set[str] = set()  # UIDs that may be those of pods whose UIDs nobody says
+        departed = Departed(
+            lambda: self.gpus.value,
+            self.pods,
+            lambda: self.known,
+            may_live=lambda uid: uid in self.static,
+            appeared=self.gpus,
+        )
         self.lingering = Lingering(
             lambda: dict(self.held), self.processes, self.owners, self.kubelet.cell, departed
         )
@@ -76,6 +90,86 @@ async def test_those_of_before_are_looked_for_until_each_gpu_was_read() -> None:
     host.pids[OTHER.uuid] = {8: "uid-later"}  # once is enough
     await host.lingering.look()
     assert ([*host.lingering.found], host.looks) == ([FIRST.uuid], asked + 1)
+
+
+async def test_a_gpu_about_which_all_calls_hang_is_withheld_alone() -> None:
+    """By an agent that has just started, though its calls about that GPU have taken the threads of one."""
+    host, gate, calls = Host(), threading.Event(), WorkerThread("calls", deadline=HANGS_SECONDS)
+    host.known = frozenset()
+    host.pids[OTHER.uuid] = {7: "uid-departed"}
+
+    class Driver:
+        def processes(self, uuid: str) -> tuple[GpuProcess, ...]:
+            if uuid == FIRST.uuid:
+                gate.wait(30)
+            return tuple(GpuProcess(pid, None) for pid in host.pids[uuid])
+
+    for _ in range(MOST_STUCK):
+        with pytest.raises(NvmlHung):
+            await calls.run(lambda _: gate.wait(30), FIRST.uuid)
+    host.lingering._processes = ProcessSweep(Driver(), calls).pids  # type: ignore[arg-type]
+    await host.lingering.look()
+    assert host.lingering.found[FIRST.uuid] == UNREAD
+    assert "7 of pod uid-departed" in host.lingering.found[OTHER.uuid]
+    host.pids[OTHER.uuid] = {}
+    await host.lingering.look()
+    assert host.lingering.found == {FIRST.uuid: UNREAD}
+    gate.set()
+    with anyio.fail_after(5):
+        while calls.stuck:
+            await anyio.sleep(0.01)
+    await host.lingering.look()
+    assert not host.lingering.found
+    calls.close()
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_gpu_that_is_found_late_is_looked_at_like_those_of_the_start() -> None:
+    @in_virtual_time
+    async def run() -> None:
+        host = Host()
+        host.known = frozenset({"uid-monitor"})
+        host.gpus.publish((FIRST.uuid,))
+        host.pids[OTHER.uuid] = {7: "uid-departed", 8: "uid-monitor"}
+        async with anyio.create_task_group() as group:
+            group.start_soon(host.lingering.run)
+            await anyio.sleep(60)
+            assert not host.lingering.found
+            looks = host.looks
+            host.gpus.publish((FIRST.uuid, OTHER.uuid))
+            await anyio.sleep(LOOK_SECONDS / 10)
+            assert [*host.lingering.found] == [OTHER.uuid]
+            assert "7 of pod uid-departed" in host.lingering.found[OTHER.uuid]
+            assert host.looks == looks + 2
+            host.pids[OTHER.uuid] = {8: "uid-monitor"}
+            await anyio.sleep(2 * LOOK_SECONDS)
+            assert not host.lingering.found
+            looks = host.looks
+            host.gpus.publish((FIRST.uuid, OTHER.uuid))
+            await anyio.sleep(600)
+            assert host.looks == looks
+            group.cancel_scope.cancel()
+
+    run()
+
+
+async def test_a_process_that_may_be_a_static_pods_is_judged_once_that_is_said() -> None:
+    host = Host()
+    host.known, host.static = frozenset(), {"a" * 32, "b" * 32}
+    host.pids = {FIRST.uuid: {7: "a" * 32, 8: "uid-departed"}, OTHER.uuid: {9: "b" * 32}}
+    await host.lingering.look()
+    assert [*host.lingering.found] == [FIRST.uuid]
+    host.pids[FIRST.uuid] = {7: "a" * 32}
+    await host.lingering.look()
+    assert not host.lingering.found
+    looks = host.looks
+    await host.lingering.look()
+    assert host.looks == looks
+    host.static.clear()  # the kubelet lists it no more, or its mirror has come
+    host.known = frozenset({"b" * 32})
+    await host.lingering.look()
+    assert [*host.lingering.found] == [FIRST.uuid]
+    assert f"7 of pod {'a' * 32}" in host.lingering.found[FIRST.uuid]
 
 
 @pytest.mark.usefixtures("inline")
