@@ -14,7 +14,14 @@ from agent.simulator.kubelet.api_server import Api
 from agent.simulator.kubelet.device_tables import NO_NUMA, Allocation, PodDevices
 from tests.bench.client import KubeletClient, kubelet_client, timed, undisturbed
 from tests.bench.conditions import RESOURCES, Conditions
-from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine
+from tests.bench.prepared import (
+    SHOWN_SECONDS,
+    PreparedRecords,
+    agent_between,
+    entry,
+    served,
+    simulated_machine,
+)
 from tests.bench.registry import Figure, Taken, measurement, percentile
 
 RESOURCE = RESOURCES[0]
@@ -45,6 +52,7 @@ async def allocate(conditions: Conditions) -> Mapping[str, Taken]:
         with undisturbed(), kubelet_client(socket) as client:
             for number in range(ROUNDS + 1):
                 pods = [api.create(_pod(f"pod-{number}-{n}")) for n in range(len(machine.uuids))]
+                await anyio.sleep(SHOWN_SECONDS)
                 times = await anyio.to_thread.run_sync(_allocations, client, machine.uuids)
                 taken += times if number else []
                 held = dict(zip(pods, machine.uuids, strict=True))

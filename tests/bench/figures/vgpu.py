@@ -27,7 +27,14 @@ from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from agent.vgpu.wing import NodeLimits, VgpuPlugin, build
 from tests.bench.client import KubeletClient, kubelet_client, undisturbed
 from tests.bench.conditions import Conditions, short_folder
-from tests.bench.prepared import PreparedRecords, agent_between, entry, served, simulated_machine
+from tests.bench.prepared import (
+    SHOWN_SECONDS,
+    PreparedRecords,
+    agent_between,
+    entry,
+    served,
+    simulated_machine,
+)
 from tests.bench.registry import Figure, Taken, measurement, percentile
 from tests.wing_node import wing_node
 
@@ -107,8 +114,7 @@ async def _admissions(
             spec = pod_spec(f"new-{n}")
             api.create(spec)
             records.newest = entry(spec.name, {})
-            # The watch shows a pod 8 to 300 ms before the kubelet asks (seen on 1.36).
-            await anyio.sleep(0.02)
+            await anyio.sleep(SHOWN_SECONDS)
             members = [PairMember.CORE, PairMember.MEMORY] if n % 2 else [PairMember.MEMORY, PairMember.CORE]
             seconds = await anyio.to_thread.run_sync(_pair, clients, free, members)
             if n >= WARM_UP:
