@@ -10,7 +10,6 @@ from functools import lru_cache
 
 import anyio
 import anyio.to_thread
-from prometheus_client.exposition import choose_encoder, gzip_accepted
 
 from agent.telemetry import definitions as d
 from agent.telemetry.series import (
@@ -47,6 +46,9 @@ def render(
     With `compatible_node`, the node's name, gpu-manager's metrics stand on it, too. `simulated` is a label of
     every series then, lest somebody takes them for a GPU's.
     """
+    # With the first page, in a thread: the sockets would wait 8 ms for what nobody has asked for yet.
+    from prometheus_client.exposition import choose_encoder, gzip_accepted  # noqa: PLC0415
+
     try:
         _, content_type = choose_encoder(accept)
     except (ValueError, TypeError):  # a version that is no number: the plain format is understood by all
