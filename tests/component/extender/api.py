@@ -112,7 +112,9 @@ class ClusterApi:
                 await response.write(json.dumps(event).encode() + b"\n")
 
         for one in items:
-            await send({"type": "ADDED", "object": one})
+            # What its selector never held a watch does not show.
+            if not (unbound_only and one["spec"]["nodeName"]):
+                await send({"type": "ADDED", "object": one})
         end = {"metadata": {"resourceVersion": "1", "annotations": END}}
         await send({"type": "BOOKMARK", "object": end})
         while True:

@@ -1,8 +1,12 @@
 """Two replicas: one serves, the other takes over with a ledger from the watch alone."""
 
+import json
+
+import aiohttp
 import anyio
 
 from agent.extender.lease import LABEL, ServingLabel
+from agent.extender.pending_pods import UNBOUND
 from agent.extender.settings import Serving
 from agent.kit.tasks import Cell
 from tests.component.extender.api import ClusterApi, gpus
@@ -177,3 +181,19 @@ async def test_it_is_not_ready_before_both_lists_are_complete() -> None:
         assert status == 503
         api.pods_listed.publish(True)
         await scheduler.ready()
+
+
+async def test_the_doubles_watch_of_unbound_pods_begins_with_those_alone() -> None:
+    """As an API server's: 50,000 bound ones that it sent as deleted fell into figures of the bench."""
+    api = ClusterApi()
+    api.pod("bound", 1, 1, "a")
+    api.pod("unbound", 1, 1)
+    async with api.serving(), aiohttp.ClientSession() as http:
+        query = {"watch": "true", "fieldSelector": UNBOUND}
+        async with http.get(f"{api.url}/api/v1/pods", params=query) as reply:
+            with anyio.fail_after(5):
+                shown = [json.loads(await reply.content.readline()) for _ in range(2)]
+    assert [(each["type"], each["object"]["metadata"].get("name")) for each in shown] == [
+        ("ADDED", "unbound"),
+        ("BOOKMARK", None),
+    ]
