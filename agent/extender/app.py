@@ -1,6 +1,6 @@
 """The extender's composition root: HTTP from the first moment on, a ledger only while it leads."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from agent.extender.metrics import ExtenderMetrics, LedgerFigures
 from agent.extender.pending_pods import PendingPods
 from agent.extender.settings import ExtenderSettings
 from agent.extender.verdicts import Verdicts
-from agent.kit.tasks import FatalError, Supervisor
+from agent.kit.tasks import Cell, FatalError, Supervisor
 from agent.model.placement import Mix, PlacementPolicy
 from agent.web.certificates import Certificates, Files
 from agent.web.connections import ConnectionLimits
@@ -47,8 +47,15 @@ TLS_LIMITS = ConnectionLimits(
 )
 
 
+Keep = Callable[[Cell[bool]], Awaitable[None]]
+
+
 class Extender:
-    def __init__(self, settings: ExtenderSettings, api: KubeApi, namespace: str) -> None:
+    def __init__(
+        self, settings: ExtenderSettings, api: KubeApi, namespace: str, keep: Keep | None = None
+    ) -> None:
+        """`keep` runs beside each ledger, with its `complete`, until the ledger is dropped."""
+        self._keep = keep
         self._settings = settings
         self._api = api
         self._namespace = namespace
@@ -136,6 +143,8 @@ class Extender:
             )
             self._serving = ServingState(verdicts, binder, lambda: pending.problem)
             async with anyio.create_task_group() as group:
+                if self._keep:
+                    group.start_soon(self._keep, sync.complete)
                 group.start_soon(_log_completeness, sync)
                 if self._label:
                     group.start_soon(self._label.keep, sync.complete)
@@ -206,10 +215,12 @@ async def _ledger_figures(sync: LedgerSync) -> LedgerFigures:
 
 
 @asynccontextmanager
-async def running(settings: ExtenderSettings, connected: KubeApi | None = None) -> AsyncIterator[Extender]:
+async def running(
+    settings: ExtenderSettings, connected: KubeApi | None = None, keep: Keep | None = None
+) -> AsyncIterator[Extender]:
     """Serve while the context is open. Raises FatalError; a fatal task that fails leaves as a group.
 
-    `connected`: a way to the API server; None: as configured.
+    `connected`: a way to the API server; None: as configured. `keep`: see `Extender`.
     """
     if not settings.http.verbs and settings.tls.port is None:
         raise FatalError(
@@ -217,7 +228,7 @@ async def running(settings: ExtenderSettings, connected: KubeApi | None = None) 
             " and a certificate, or http.verbs: true, which serves every caller that reaches the port"
         )
     api = connected or await _connect(settings)
-    extender = Extender(settings, api, await anyio.to_thread.run_sync(_namespace, settings))
+    extender = Extender(settings, api, await anyio.to_thread.run_sync(_namespace, settings), keep)
     try:
         if settings.tls.port is not None:
             files = Files(settings.tls.certificate, settings.tls.key, settings.tls.client_authority)

@@ -183,6 +183,32 @@ async def test_it_is_not_ready_before_both_lists_are_complete() -> None:
         await scheduler.ready()
 
 
+async def test_what_keeps_a_ledgers_memory_runs_beside_each_ledger_and_no_longer() -> None:
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    kept: list[str] = []
+
+    async def keep(complete: Cell[bool]) -> None:
+        try:
+            await complete.wait_for(bool)
+            kept.append("complete")
+            await anyio.sleep_forever()
+        finally:
+            kept.append("dropped")
+
+    async with api.serving(), leader(api, keep, **QUICK) as scheduler:
+        with anyio.fail_after(20):
+            while kept[:1] != ["complete"]:
+                await anyio.sleep(0.05)
+            api.leases_work = False
+            while scheduler.extender.sync is not None:
+                await anyio.sleep(0.05)
+            assert kept == ["complete", "dropped"]
+            api.leases_work = True
+            while kept[2:] != ["complete"]:
+                await anyio.sleep(0.05)
+
+
 async def test_the_doubles_watch_of_unbound_pods_begins_with_those_alone() -> None:
     """As an API server's: 50,000 bound ones that it sent as deleted fell into figures of the bench."""
     api = ClusterApi()
