@@ -1,6 +1,6 @@
 """The extender's composition root: HTTP from the first moment on, a ledger only while it leads."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ TLS_LIMITS = ConnectionLimits(
 )
 
 
-Keep = Callable[[Cell[bool]], Awaitable[None]]
+Keep = Callable[[Cell[bool]], Coroutine[object, object, None]]
 
 
 class Extender:

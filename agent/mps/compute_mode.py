@@ -19,6 +19,7 @@ from agent.nvml.port import ComputeMode, NvmlError, NvmlGpuLost, NvmlNotSupporte
 log = structlog.get_logger()
 
 RECORD = "compute-mode"
+NOTE_SECONDS = 60.0  # between two looks whether a note that was there still is
 OURS, OTHERS = "set by gpu-node-agent\n", "not set by gpu-node-agent\n"
 
 
@@ -77,6 +78,7 @@ class ExclusiveMode:
         self._modes = modes
         self._record = folder / RECORD
         self._wanted = wanted
+        self._looked = -NOTE_SECONDS  # for the note, where the mode is as it should be
 
     async def hold(self, lost: bool = False, inherited: bool = False) -> None:
         """Have the GPU in it. `lost`: it has been before, and somebody took it away.
@@ -89,8 +91,10 @@ class ExclusiveMode:
         if mode is None:
             return
         if mode is ComputeMode.EXCLUSIVE_PROCESS:
-            if await self.ours() is None:
-                await self._note(inherited)
+            if anyio.current_time() - self._looked >= NOTE_SECONDS:
+                if await self.ours() is None:
+                    await self._note(inherited)
+                self._looked = anyio.current_time()
             return
         if lost:
             log.warning("mps_compute_mode_lost", gpu=self._uuid, found=mode.name)

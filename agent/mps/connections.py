@@ -11,6 +11,7 @@ daemon's descriptor. For the daemon, its client has left.
 Who is connected to a server uses it: its end is the end of their work.
 """
 
+import asyncio
 import ctypes
 import errno
 import math
@@ -110,6 +111,7 @@ class SilentPeers:
         self._known: dict[str, tuple[int, float]] = {}  # groups that were silent, how often, and when
         self._last = 0.0  # when somebody was cut off
         self._stranger: Process | None = None  # the last one outside of pods that was found to be no server
+        self._listening: tuple[int, _Sighting] | None = None  # by PID, a daemon as it waits for nobody
 
     def look(self, daemon: Process) -> PeersSeen:
         """Cut off who has been waited for too long. Bounded."""
@@ -153,6 +155,8 @@ class SilentPeers:
 
     def _followed(self, daemon: int, pid: int, number: int, inode: int, now: float) -> _Sighting | None:
         """The peer that it waits for, and since when it has heard no word of them."""
+        if self._listening and (pid, inode) == (self._listening[0], self._listening[1].inode):
+            return self._listening[1]  # as at nearly every look
         before = self._seen if self._seen and self._seen.inode == inode else None
         found = before
         # Who has more patience than others is asked for each time: it is theirs while they live.
@@ -174,7 +178,8 @@ class SilentPeers:
             if connection is None:
                 return None
             if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return _Sighting(inode, now, now, pauses, Peer(pid, 0), NOBODY)
+                self._listening = pid, _Sighting(inode, now, now, pauses, Peer(pid, 0), NOBODY)
+                return self._listening[1]
             peer = _peer(connection)
         patience = self._patience(peer, pid, now)
         # What may be another's number gives nobody all the time.
@@ -212,19 +217,38 @@ class Guard:
         self._parts = parts
         self._peers = SilentPeers(parts.folders.pipe)
         self._sign = anyio.Event()
+        self._overdue = False  # an answer: it is looked without waiting
         self._problem: str | None = None
         self._unreported: list[Peer] = []
         self._reported = -REPORT_SECONDS
 
     def suspect(self) -> None:
-        """Somebody may have connected: the log grew, or a question is under way."""
+        """Somebody may have connected: the log grew."""
+        self._sign.set()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """A question is under way: who keeps it waiting is looked for.
+
+        One that is answered in time was kept waiting by nobody. The daemon logs it, which is a sign as well.
+        """
+        timer = asyncio.get_running_loop().call_later(SUSPICION_SECONDS, self._is_overdue)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _is_overdue(self) -> None:
+        self._overdue = True
         self._sign.set()
 
     async def run(self, daemon: Process) -> None:
         while True:
             await self._sign.wait()
             self._sign = anyio.Event()
-            await anyio.sleep(SUSPICION_SECONDS)
+            if not self._overdue:
+                await anyio.sleep(SUSPICION_SECONDS)
+            self._overdue = False
             while (again := await self._look(daemon)) is not None:
                 await anyio.sleep(again)
 

@@ -98,6 +98,7 @@ ANSWER_SECONDS = 2.0
 LONGEST_SECONDS = 15.0  # where the daemon hears others meanwhile, one after the other
 TERMINATE_SECONDS = 10.0  # destroying a client's contexts waits for its kernels
 KILLED_SECONDS = 2.0
+FEW_WORDS_SECONDS = 0.05  # for a session to end before its words are read
 _PIPE_BYTES = 1 << 16
 # The control program passes on the words of the daemon, or of a process in its place.
 MOST_BYTES = 1 << 20
@@ -333,8 +334,12 @@ async def session(
             for end in (stdin, text_end, out_end, errors_end):
                 opened.remove(end)
                 os.close(end)
+            # Mostly it says little and is over in milliseconds: one wait in place of five.
+            with anyio.move_on_after(FEW_WORDS_SECONDS) as brief:
+                await anyio.wait_readable(ended)
             said = await _all(out), await _all(errors)
-            await anyio.wait_readable(ended)
+            if brief.cancelled_caught:
+                await anyio.wait_readable(ended)
         return said
     finally:
         for end in opened:
@@ -384,10 +389,11 @@ async def _reaped(pid: int) -> AsyncIterator[int]:
         yield descriptor
     finally:
         SESSIONS.discard(pid)
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)  # nothing to one that has ended
-        with anyio.move_on_after(KILLED_SECONDS, shield=True):
-            await anyio.wait_readable(descriptor)
-        os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222  it does not wait
+        if os.waitpid(pid, os.WNOHANG)[0] == 0:  # noqa: ASYNC222  it does not wait
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            with anyio.move_on_after(KILLED_SECONDS, shield=True):
+                await anyio.wait_readable(descriptor)
+            os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222  as above
         os.close(descriptor)
 
 
@@ -395,10 +401,10 @@ async def _all(descriptor: int) -> str:
     os.set_blocking(descriptor, False)
     found = b""
     while True:
-        await anyio.wait_readable(descriptor)
         try:
             data = os.read(descriptor, _PIPE_BYTES)
         except BlockingIOError:
+            await anyio.wait_readable(descriptor)
             continue
         if not data:
             return found.decode(errors="replace").strip()

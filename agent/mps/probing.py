@@ -76,9 +76,9 @@ class DaemonProber:
         mute = False  # there is nothing to ask the daemon with
         async with self._parts.logs.watched():
             while True:
-                self._guard.suspect()
                 try:
-                    await self._probe()
+                    with self._guard.asking():
+                        await self._probe()
                     answered, mute = anyio.current_time(), False
                 except ProgramMissing as error:
                     # The daemon lives, and its clients with it: what it was last seen to be stays true.

@@ -9,7 +9,7 @@ import aiohttp
 import anyio
 
 from agent.cluster.api import KubeApi
-from agent.extender.app import Extender, Keep, running
+from agent.extender.app import Extender, running
 from agent.extender.settings import ExtenderSettings, load
 from tests.component.extender.api import Object
 
@@ -103,19 +103,19 @@ class Scheduler:
 
 
 @asynccontextmanager
-async def replica(api: Connected, keep: Keep | None = None, **flags: Any) -> AsyncIterator[Scheduler]:
+async def replica(api: Connected, **flags: Any) -> AsyncIterator[Scheduler]:
     """A replica and a scheduler that calls it; it need not be leader."""
     async with (
         api.client() as connected,
-        running(settings_for(**flags), connected, keep) as extender,
+        running(settings_for(**flags), connected) as extender,
         aiohttp.ClientSession() as http,
     ):
         yield Scheduler(http, extender)
 
 
 @asynccontextmanager
-async def leader(api: Connected, keep: Keep | None = None, **flags: Any) -> AsyncIterator[Scheduler]:
+async def leader(api: Connected, **flags: Any) -> AsyncIterator[Scheduler]:
     """The same, serving."""
-    async with replica(api, keep, **flags) as made:
+    async with replica(api, **flags) as made:
         await made.ready()
         yield made

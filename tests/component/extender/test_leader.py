@@ -5,12 +5,13 @@ import json
 import aiohttp
 import anyio
 
+from agent.extender.app import running
 from agent.extender.lease import LABEL, ServingLabel
 from agent.extender.pending_pods import UNBOUND
 from agent.extender.settings import Serving
 from agent.kit.tasks import Cell
 from tests.component.extender.api import ClusterApi, gpus
-from tests.component.extender.replicas import leader, replica
+from tests.component.extender.replicas import leader, replica, settings_for
 
 HINT = "tencent.com/predicate-gpu-idx-0"
 # For tests of a lease that ends: it may end at other times, too, where the machine is busy.
@@ -196,12 +197,16 @@ async def test_what_keeps_a_ledgers_memory_runs_beside_each_ledger_and_no_longer
         finally:
             kept.append("dropped")
 
-    async with api.serving(), leader(api, keep, **QUICK) as scheduler:
+    async with (
+        api.serving(),
+        api.client() as connected,
+        running(settings_for(**QUICK), connected, keep) as extender,
+    ):
         with anyio.fail_after(20):
             while kept[:1] != ["complete"]:
                 await anyio.sleep(0.05)
             api.leases_work = False
-            while scheduler.extender.sync is not None:
+            while extender.sync is not None:
                 await anyio.sleep(0.05)
             assert kept == ["complete", "dropped"]
             api.leases_work = True
