@@ -46,6 +46,13 @@ class ContainerUse:
     gpu_seconds: float | None = None
 
 
+class GpuWork(NamedTuple):
+    """What all processes of a GPU did in a round, as the driver measured it."""
+
+    ratio: float  # 0..1 of the GPU
+    others: bool  # processes of no holder worked, too
+
+
 @dataclass(frozen=True, slots=True)
 class Uses:
     """The use of all containers, and the memory of each GPU, by UUID, that none of its holders uses."""
@@ -54,6 +61,7 @@ class Uses:
     # Bytes of processes outside pods, and of processes that cannot be attributed; of GPUs whose processes
     # can be read.
     other: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
+    work: Mapping[str, GpuWork] = field(default_factory=lambda: MappingProxyType({}))
 
 
 class _Known(NamedTuple):
@@ -110,7 +118,7 @@ class ContainerWatch:
         holdings = self._holdings.value
         if (holdings is None or not holdings.holdings) and not _anybody(samples):
             # Nobody is there: not worth waking a thread.
-            if self.uses.value.containers or self.uses.value.other:
+            if self.uses.value != Uses():
                 self._windows.clear()
                 self._seconds.clear()
                 self.uses.publish(Uses())
@@ -134,12 +142,17 @@ class ContainerWatch:
         owners = self._owners.of(_pids(samples))
         containers: list[ContainerUse] = []
         other: dict[str, tuple[int, int]] = {}
+        worked: dict[str, GpuWork] = {}
         for uuid in self._courtesy.in_pieces(dict.fromkeys((*shares, *samples.taken))):
             taken: TakenSample | None = samples.taken.get(uuid)
             sample, work = (taken.sample, taken.work) if taken else (None, None)
             found = attribute(shares.get(uuid, []), sample, work, owners, pods)
             if sample and sample.processes is not None:
                 other[uuid] = (found.foreign_memory, found.unknown_memory)
+            if sample and work is not None:
+                # What rounds are shown of each process is spread over time: it does not add up to the GPU.
+                rows = [ratio for _, ratio in sample.busy or ()] or work.values()
+                worked[uuid] = GpuWork(min(1.0, sum(rows)), found.others_work)
             elapsed = self._elapsed(uuid, taken) if taken else 0.0
             containers += [self.windowed(use, now, elapsed) for use in found.uses]
         present = {each.use.share.key for each in containers}
@@ -147,7 +160,7 @@ class ContainerWatch:
             del self._windows[key]
             self._seconds.pop(key, None)
         self._counted = {uuid: taken.at for uuid, taken in samples.taken.items()}
-        return Uses(tuple(containers), other)
+        return Uses(tuple(containers), other, worked)
 
     def _elapsed(self, uuid: str, taken: TakenSample) -> float:
         """The seconds that a sample's work stands for here: rounds that came while this was busy included."""

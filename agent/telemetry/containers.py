@@ -177,6 +177,9 @@ def by_gpu(shares: Iterable[ContainerShare]) -> dict[str, list[ContainerShare]]:
 #
 # NVIDIA documents the memory of each client of an MPS server but not its use of the multiprocessors, which
 # drivers may put down to the server: then the server's use is shared out among its clients.
+#
+# Where processes take turns on a GPU the driver puts each of its samples down to one of them (H200, driver
+# 580): of several containers only the sum is measured, and shared out among those that have processes there.
 
 
 class Attribution(Enum):
@@ -212,6 +215,7 @@ class Attributed:
     uses: tuple[Use, ...]
     foreign_memory: int = 0  # of processes outside pods, an MPS server among them
     unknown_memory: int = 0  # of processes that cannot be attributed
+    others_work: bool = False  # processes of no holder do
 
 
 NO_PODS: Mapping[str, Pod] = MappingProxyType({})
@@ -246,7 +250,8 @@ def attribute(
         )
         for n, share in enumerate(shares)
     )
-    return Attributed(uses, foreign, unknown)
+    others = any(ratio > 0 and split.of(pid) is None for pid, ratio in (work or {}).items())
+    return Attributed(uses, foreign, unknown, others)
 
 
 class _Split:
@@ -275,6 +280,13 @@ class _Split:
     def complete(self, pids: Iterable[int]) -> bool:
         """Whether each process is either somebody's or foreign."""
         return all(self.of(pid) is not None or self.foreign(pid) for pid in pids)
+
+    def takes_turns(self, sample: Sample, work: Iterable[int]) -> bool:
+        """Whether processes of several containers, or of none beside them, have the GPU in turn."""
+        if any(share.mode.row.client_ceiling for share in self.shares):
+            return False
+        pids = {*(each.pid for each in sample.processes or ()), *work}
+        return len({self.of(pid) for pid in pids}) > 1
 
     def of(self, pid: int) -> int | None:
         """The position of a process's share; None: it is foreign, or unknown."""
@@ -349,9 +361,14 @@ def _utilization(
             0.0 if value is None and not split.processes[number] else value
             for number, value in enumerate(own)
         ]
+    limits = weights
+    if split.takes_turns(sample, work):
+        left += sum(value or 0.0 for value in own)
+        own = [0.0 if value == 0.0 and not split.processes[n] else None for n, value in enumerate(own)]
+        limits = [1.0] * len(shares)  # where nothing holds them to what they asked for, they have used it all
     # What some are known to use is nobody else's: together they never have more than the GPU.
     free = max(0.0, 1.0 - sum(value or 0.0 for value in own))
-    return _shared_out(own, min(free, left), weights, weights)
+    return _shared_out(own, min(free, left), weights, limits)
 
 
 def _shared_out(

@@ -64,10 +64,29 @@ def test_each_container_gets_its_own_processes() -> None:
         pods,
     )
     assert memory(found) == [(5, MEASURED), (0, MEASURED), (4, MEASURED)]
-    assert work(found) == [(0.3, MEASURED), (0, MEASURED), (0.4, MEASURED)]
+    # Each sample of the driver was put down to one of them, and who shares them is told by limits.
+    assert work(found) == [(0.35, ESTIMATED), (0, MEASURED), (0.35, ESTIMATED)]
     assert [use.processes for use in found.uses] == [2, 0, 1]
     assert [use.working for use in found.uses] == [1, 0, 1]
-    assert (found.foreign_memory, found.unknown_memory) == (GIB, 0)
+    assert (found.foreign_memory, found.unknown_memory, found.others_work) == (GIB, 0, True)
+
+
+@pytest.mark.parametrize("busy", [{1: 0.52}, {1: 0.3, 2: 0.22}, {2: 0.52}])
+def test_of_several_that_take_turns_only_the_sum_is_measured(busy: Mapping[int, float]) -> None:
+    """An H200 names one of them, and another in the next second."""
+    shares = [share("a", 0.3), share("b", 0.7), share("idle")]
+    listed, owners = sample(process(1, 2), process(2, 3)), {1: ref("a"), 2: ref("b")}
+    found = attribute(shares, listed, busy, owners, known("a", "b", "idle"))
+    assert work(found) == [(0.156, ESTIMATED), (0.364, ESTIMATED), (0, MEASURED)]
+    assert not found.others_work
+    idle = attribute(shares, listed, {}, owners, known("a", "b", "idle"))
+    assert work(idle) == [(0, MEASURED)] * 3
+
+
+def test_processes_of_one_container_are_measured_together() -> None:
+    shares, listed = [share("a"), share("idle")], sample(process(1, 2), process(2, 3))
+    found = attribute(shares, listed, {2: 0.5}, {1: ref("a"), 2: ref("a")}, known("a", "idle"))
+    assert work(found) == [(0.5, MEASURED), (0, MEASURED)]
 
 
 def test_before_the_first_call_a_container_uses_nothing_and_that_is_measured() -> None:
@@ -103,7 +122,7 @@ def test_a_process_of_nobody_known_is_shared_out_among_those_without_one() -> No
         shares, sample(process(1, 5), process(9, 8)), {1: 0.3, 9: 0.4}, {1: ref("a")}, known("a", "b", "c")
     )
     assert memory(found) == [(5, MEASURED), (2, ESTIMATED), (6, ESTIMATED)]
-    assert work(found) == [(0.3, MEASURED), (0.2, ESTIMATED), (0.2, ESTIMATED)]
+    assert work(found) == [(0.233333, ESTIMATED)] * 3
     assert found.unknown_memory == 8 * GIB
 
 

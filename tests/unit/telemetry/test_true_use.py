@@ -176,5 +176,8 @@ async def test_containers_never_sum_above_their_gpu(monkeypatch: pytest.MonkeyPa
             assert sum(each.use.utilization for each in found) <= 1 + 1e-9
             assert sum(each.utilization.mean for each in found if each.utilization) <= 1 + 1e-9
             assert sum(each.gpu_seconds or 0.0 for each in found) <= second + 1.0
-    # Who takes turns has a third each: no turn counts twice.
-    assert [each.gpu_seconds for each in found] == pytest.approx([20.0] * 3, abs=1.0)
+    # Of who takes turns nobody knows the own part: a third each is an estimate, and no bill.
+    assert [each.gpu_seconds for each in found] == [None] * 3
+    assert [each.utilization.mean for each in found if each.utilization] == pytest.approx(
+        [1 / 3] * 3, abs=0.02
+    )
