@@ -8,7 +8,6 @@ busy or idle, and so cost or give its neighbours what is free, never what they w
 All of it is done in a thread, in turns, so that a stop waits for a fraction of a second.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,50 +22,12 @@ import structlog
 
 from agent.cluster.pods import PodCache
 from agent.kit.tasks import Cell
-from agent.model.modes import Mode
 from agent.telemetry.container_use import Uses
-from agent.telemetry.containers import Attribution
+from agent.vgpu.correction import Second, learned
 from agent.vgpu.folders import PERCENT, About, Place
 from agent.vgpu.isolation_errors import FolderUnusable, Problems
 from agent.vgpu.limits import ContainerLimits
 from agent.vgpu.room import Isolation
-
-# By how much learned device times are off, from outside: the observer of compute shares.
-#
-# The enforcement library prices launches by times that the GPU's events gave it. They contain what other
-# containers did in between, and miss what runs beside each other. So each second the agent compares what NVML
-# measured of a container with what it may use, and gives the library a factor. It also says whom the
-# container shares the GPU's time with, so that the library can tell a long launch from an interrupted one.
-
-GAIN = 0.4
-LEAST, MOST = 0.4, 4.0
-MOST_EXCESS = 1.0  # a second of more may be that in which the library learned what is launched
-ROUNDING = 0.5  # NVML cuts percentages off
-
-
-def corrected(factor: float, cap: float, used: float, *, throttled: bool) -> float:
-    """The factor for the next second; the same while nothing can be learned.
-
-    `cap` and `used` in percent of the GPU. `throttled`: launches had to wait; a container that did not wait
-    may use less by itself.
-    """
-    share = used + ROUNDING
-    if cap <= 0 or (not throttled and share <= cap):
-        return factor
-    excess = min(MOST_EXCESS, (share - cap) / cap)
-    return min(MOST, max(LEAST, factor * math.exp(-GAIN * excess)))
-
-
-def rivals(own: float, processes: int, total: float, everybody: int) -> float:
-    """How many other processes are at work on a GPU at a time, as one of a container's processes meets them.
-
-    `own` percent of the GPU went to the container's `processes`, `total` to all containers, with `everybody`
-    for processes. Rounded up to eighths: 0 is nobody at all.
-    """
-    mine = own / max(1, processes)
-    busy = min(1.0, max(0.0, total - mine) / max(1.0, 100 - mine))  # of the time that it left to others
-    return math.ceil(max(0, everybody - 1) * busy * 8) / 8
-
 
 # How the compute of one GPU is shared out: promises first, then what is free, to those who may have it.
 #
@@ -148,6 +109,8 @@ TURN_SECONDS = 0.25
 IDLE_SECONDS = 1.0
 """Who did nothing for so long leaves its promise to others until it comes back."""
 LOOK_SECONDS = 1.0
+SAMPLED_SECONDS = 2.0
+"""What the driver says of a second may be of the one before it."""
 MOST_THREADS = 1024
 """Of a container, that can have waited at once: beyond that its word is not believed."""
 
@@ -172,10 +135,11 @@ class ComputeShare:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWork:
-    """The use of a container, as the driver measured it."""
+    """The work of one GPU in a second, as the driver measured it."""
 
-    percent: float  # of the GPU
-    processes: int = 1  # of those that worked
+    percent: float  # of all its processes together
+    processes: Mapping[Place, int]  # of containers: those that it names
+    others: bool = False  # it names some of no container
 
 
 @dataclass
@@ -185,7 +149,8 @@ class _Followed:
     about: About
     claim: Claim
     share: int = -1  # in force, in 1/100 %; -1: not written yet
-    factor: float = 1.0
+    factor: float = 1.0  # its own
+    in_force: float = 1.0
     rivals: float | None = None  # other processes that its own meet on the GPU; None: not known
     written: tuple[int, float, float | None] | None = None
     seen: tuple[int, int, int] | None = None
@@ -220,10 +185,11 @@ class Compute:
         self._followed: dict[str, _Followed] = {}
         self._unreadable = Problems()
         self._unwritten = Problems("share_not_written")
-        self._measured: Mapping[Place, MeasuredWork] = {}
+        self._measured: Mapping[str, MeasuredWork] = {}
+        self._brakes: dict[str, float] = {}
 
-    def measured(self, work: Mapping[Place, MeasuredWork]) -> None:
-        """Take in one round of what the driver measured of containers."""
+    def measured(self, work: Mapping[str, MeasuredWork]) -> None:
+        """Take in one round of what the driver measured, by GPU (UUID)."""
         self._measured = work
 
     async def run(self) -> None:
@@ -243,7 +209,7 @@ class Compute:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self.settle)
 
-    def turn(self, containers: Mapping[str, ContainerLimits], measured: Mapping[Place, MeasuredWork]) -> bool:
+    def turn(self, containers: Mapping[str, ContainerLimits], measured: Mapping[str, MeasuredWork]) -> bool:
         """One turn; whether the next is to follow at once. Blocks for up to `TURN_SECONDS`."""
         self._follow(containers)
         gpus = self._by_gpu()
@@ -267,7 +233,7 @@ class Compute:
             found = allot([each.claim for each in group], {each.claim.key for each in group})
             for each in group:
                 each.share = max(PERCENT, int(found[each.claim.key] * PERCENT))
-                each.rivals = None
+                each.rivals, each.in_force = None, each.factor
                 self._write(each)
 
     def _by_gpu(self) -> list[list[_Followed]]:
@@ -286,7 +252,8 @@ class Compute:
             wanted = claim(key, about.cores_now, burst, low=request.low)
             known = self._followed.get(key)
             if known is None or known.about.uid != about.uid:
-                self._followed[key] = _Followed(about, wanted, factor=self._factor(key))
+                factor = self._factor(key)
+                self._followed[key] = _Followed(about, wanted, factor=factor, in_force=factor)
             else:
                 known.about, known.claim = about, wanted
 
@@ -336,26 +303,34 @@ class Compute:
     def _working(self, each: _Followed) -> bool:
         return self._clock() - each.moved < IDLE_SECONDS
 
-    def _observe(self, measured: Mapping[Place, MeasuredWork]) -> None:
+    def _observe(self, measured: Mapping[str, MeasuredWork]) -> None:
+        now = self._clock()
         for group in self._by_gpu():
-            found = [(each, measured.get(each.about.place)) for each in group]
-            everybody = [work for _, work in found if work is not None]
-            total, processes = (
-                sum(each.percent for each in everybody),
-                sum(each.processes for each in everybody),
-            )
-            for each, work in found:
-                if work is not None:
-                    each.rivals = rivals(work.percent, work.processes, total, processes)
-                    self._correct(each, work.percent)
+            gpu = group[0].about.gpu
+            work = measured.get(gpu)
+            if work is None:
+                continue
+            seconds = [self._second(each, work, now) for each in group]
+            others = work.others or bool(work.processes.keys() - {each.about.place for each in group})
+            found = learned(self._brakes.get(gpu, 1.0), seconds, work.percent, others=others)
+            self._brakes[gpu] = found.brake
+            for number, each in enumerate(group):
+                each.factor, each.in_force = found.factors[number], found.in_force(number)
+                each.rivals, each.held_back = found.rivals[number], False
+                each.used = found.used(number, work.percent, others=others)
 
-    def _correct(self, each: _Followed, percent: float) -> None:
-        each.used = percent
-        # What was measured belongs to the share that was in force all the while.
-        if 0 < each.share < 100 * PERCENT and self._clock() - each.since > LOOK_SECONDS:
-            cap = each.share / PERCENT
-            each.factor = corrected(each.factor, cap, percent, throttled=each.held_back)
-        each.held_back = False
+    @staticmethod
+    def _second(each: _Followed, work: MeasuredWork, now: float) -> Second:
+        processes = work.processes.get(each.about.place, 0)
+        return Second(
+            each.factor,
+            max(0, each.share) / PERCENT,
+            working=processes > 0 or now - each.moved < SAMPLED_SECONDS,
+            throttled=each.held_back,
+            # What was measured belongs to the share that was in force all the while.
+            steady=now - each.since > LOOK_SECONDS,
+            processes=max(1, processes),
+        )
 
     def _allot(self, group: list[_Followed]) -> None:
         working = {each.claim.key for each in group if self._working(each)}
@@ -368,11 +343,11 @@ class Compute:
             self._write(each)
 
     def _write(self, each: _Followed) -> None:
-        wanted = (each.share, each.factor, each.rivals)
+        wanted = (each.share, each.in_force, each.rivals)
         late = each.share == 0 and self._clock() - each.beaten >= BEAT_SECONDS
         if each.written == wanted and not late:
             return
-        values = {"compute": True, "share": each.share, "correction": each.factor, "rivals": each.rivals}
+        values = {"compute": True, "share": each.share, "correction": each.in_force, "rivals": each.rivals}
         try:
             if late:
                 self._isolation.folders.beat(each.claim.key)
@@ -405,15 +380,16 @@ def release(isolation: Isolation) -> None:
                 log.warning("share_not_written", problem=str(error))
 
 
-def work_of(uses: Uses) -> Mapping[Place, MeasuredWork]:
-    """Use of vGPU containers as the driver measured it."""
+def work_of(uses: Uses) -> Mapping[str, MeasuredWork]:
+    """The work of GPUs as the driver measured it, by UUID, as far as it is measured."""
+    processes: dict[str, dict[Place, int]] = {gpu: {} for gpu in uses.work}
+    for each in uses.containers:
+        share = each.use.share
+        if each.use.working and share.gpu in processes:
+            place = Place(share.namespace, share.pod, share.container, share.gpu)
+            processes[share.gpu][place] = each.use.working
     return {
-        Place(share.namespace, share.pod, share.container, share.gpu): MeasuredWork(
-            each.use.utilization * 100, each.use.working
-        )
-        for each in uses.containers
-        for share in (each.use.share,)
-        if share.mode is Mode.VGPU and each.use.utilization_grade is Attribution.MEASURED
+        gpu: MeasuredWork(work.ratio * 100, processes[gpu], work.others) for gpu, work in uses.work.items()
     }
 
 

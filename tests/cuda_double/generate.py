@@ -51,7 +51,7 @@ def layout_header() -> str:
     ]
     sizes = ("DEVICES", "SLOTS", "SHARED", "HOLDERS", "LIMITS", "FAULTS", "RECORDS", "ARGUMENTS")
     lines += [f"#define SIM_CUDA_{name} {getattr(layout, name)}u" for name in sizes]
-    times = ("LANES", "ITEMS", "STAMPS", "TENANTS", "TASKS", "SLICE_NS", "WINDOW_NS")
+    times = ("LANES", "ITEMS", "STAMPS", "TENANTS", "TASKS", "SLICE_NS", "WINDOW_NS", "WINDOWS")
     lines += [f"#define SIM_CUDA_{name} {getattr(layout_time, name)}u" for name in times]
     lines += [f"#define SIM_CUDA_CLOCK_{mode.name} {mode.value}u" for mode in layout_time.ClockMode]
     lines += [f"#define SIM_CUDA_TASK_{state.name} {state.value}u" for state in layout_time.TaskState]

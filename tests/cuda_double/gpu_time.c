@@ -1,5 +1,5 @@
 /* One process at a time has a GPU, in time slices where several have work; its streams run side by side. Copies run
- * beside all kernels. What a process had of the GPU is summed up, and rounded down by windows as NVML does. */
+ * beside all kernels. What a process had of the GPU is summed up; NVML's word of it goes by periods. */
 #include "gpu_time.h"
 
 #include <string.h>
@@ -146,16 +146,30 @@ uint64_t device_next(uint32_t device) {
     return least == UINT64_MAX ? least : time->now_ns + least;
 }
 
+/* As NVML was seen to do where contexts take turns (H200, driver 580): all that was done in a period is put down to one of
+ * the processes that worked in it, here to the one that did most. Nothing is said of the others. */
 static void close_window(struct sim_cuda_clock *clock, uint32_t device) {
     struct sim_cuda_time *time = &clock->devices[device];
+    struct sim_cuda_window *window = &time->windows[time->closed % SIM_CUDA_WINDOWS];
+    uint64_t sum = 0, most = 0;
+    *window = (struct sim_cuda_window){.end_ns = time->window_end_ns};
     for (uint32_t number = 0; number < clock->tenant_high; number++) {
         struct sim_cuda_tenant *tenant = &clock->tenants[number];
         if (tenant->state != 0 && tenant->device == device) {
-            tenant->percent = (uint32_t)(tenant->window_ns * 100 / SIM_CUDA_WINDOW_NS);
-            tenant->sampled_ns = time->window_end_ns;
+            if (tenant->window_ns > most) {
+                most = tenant->window_ns;
+                window->tenant = number + 1;
+            }
+            sum += tenant->window_ns;
             tenant->window_ns = 0;
+            tenant->percent = 0;
         }
     }
+    window->percent = (uint32_t)(sum * 100 / SIM_CUDA_WINDOW_NS);
+    if (window->tenant != 0) {
+        clock->tenants[window->tenant - 1].percent = window->percent;
+    }
+    time->closed++;
     time->window_end_ns += SIM_CUDA_WINDOW_NS;
 }
 

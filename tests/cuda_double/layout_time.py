@@ -13,6 +13,8 @@ SLICE_NS: Final = 2_000_000
 """How long one process has the GPU while others wait for it."""
 WINDOW_NS: Final = 166_666_667
 """NVML's sampling period."""
+WINDOWS: Final = 32
+"""Periods that NVML remembers."""
 
 
 class ClockMode(IntEnum):
@@ -79,7 +81,6 @@ class CudaTenantState(Structure):
     percent: int
     busy_ns: int
     window_ns: int
-    sampled_ns: int
     last_ns: int
     _fields_: ClassVar = [
         ("state", c_uint32),  # 0: free; 1: living; 2: ended, its figures still there
@@ -88,8 +89,20 @@ class CudaTenantState(Structure):
         ("percent", c_uint32),
         ("busy_ns", c_uint64),
         ("window_ns", c_uint64),
-        ("sampled_ns", c_uint64),
         ("last_ns", c_uint64),  # when it last had the GPU
+    ]
+
+
+class CudaWindowState(Structure):
+    """One period of NVML's: all that was done in it, in percent of the GPU, as one process's."""
+
+    end_ns: int
+    tenant: int
+    percent: int
+    _fields_: ClassVar = [
+        ("end_ns", c_uint64),
+        ("tenant", c_uint32),  # number plus one; 0: nobody
+        ("percent", c_uint32),
     ]
 
 
@@ -100,11 +113,15 @@ class CudaTimeState(Structure):
     slice_end_ns: int
     window_end_ns: int
     active: int
+    closed: int
+    windows: Array[CudaWindowState]
     _fields_: ClassVar = [
         ("now_ns", c_uint64),
         ("slice_end_ns", c_uint64),
         ("window_end_ns", c_uint64),
         ("active", c_uint32),  # tenant plus one
+        ("closed", c_uint32),  # periods so far; the ring has the last ones
+        ("windows", CudaWindowState * WINDOWS),
     ]
 
 
@@ -168,6 +185,7 @@ STRUCTURES: Final = (
     CudaLaneState,
     CudaStampState,
     CudaTenantState,
+    CudaWindowState,
     CudaTimeState,
     CudaTaskState,
     CudaClockState,

@@ -1,11 +1,11 @@
 """The agent's part in shares of compute, for containers of the GPU tier: each second it corrects.
 
-It goes by the driver's figures of the processes. Where it runs in another PID namespace than the driver it
-finds none of them and corrects nothing: the factors stay 1.
+It goes by the driver's figures of the processes. Where it runs in another PID namespace than the driver they
+are all strangers to it and it corrects nothing: the factors stay 1.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -13,7 +13,8 @@ import anyio.to_thread
 
 from agent.nvml.binding import NvmlBinding
 from agent.nvml.port import NvmlError, SampleRequest
-from agent.vgpu.compute import corrected, rivals
+from agent.vgpu.compute import SAMPLED_SECONDS
+from agent.vgpu.correction import Findings, Second, learned
 from tests.gpu.limits import Capped
 
 SECONDS = 1.0
@@ -26,9 +27,12 @@ class Held:
     container: Capped
     percent: float
     pids: tuple[int, ...] = ()
-    factor: float = 1.0
-    rivals: float | None = None
+    factor: float = 1.0  # its own
+    written: tuple[float, float] | None = None  # the factor in force, and rivals
     waited_ns: int = 0
+    next_ns: int = 0
+    moved: float = float("-inf")  # when it last did something, by the clock of next_ns in seconds
+    since: float = float("-inf")  # when it began to work
 
 
 class Observer:
@@ -39,6 +43,7 @@ class Observer:
         self._gpu = gpu
         self._held = held
         self._since_us = time.time_ns() // 1000
+        self._brake = 1.0
 
     async def run(self) -> None:
         """Correct, for ever."""
@@ -58,18 +63,30 @@ class Observer:
             return
         self._since_us = max(self._since_us, sample.newest_us)
         busy = dict(sample.busy or ())
-        working = {each: [busy[pid] * 100 for pid in each.pids if busy.get(pid)] for each in self._held}
-        total, everybody = sum(map(sum, working.values())), sum(map(len, working.values()))
-        for each in self._held:
-            waited = each.container.usage.waited_ns
-            percents = [busy[pid] * 100 for pid in each.pids if pid in busy]
-            own = working[each]
-            others = rivals(sum(own), len(own), total, everybody)
-            throttled = waited > each.waited_ns
-            each.waited_ns = waited
-            factor = each.factor
-            if percents:
-                factor = corrected(factor, each.percent, sum(percents), throttled=throttled)
-            if (factor, others) != (each.factor, each.rivals):
-                each.factor, each.rivals = factor, others
-                each.container.hold(each.percent, factor, others)
+        seconds = [self._second(each, busy) for each in self._held]
+        others = bool(busy.keys() - {pid for each in self._held for pid in each.pids})
+        found = learned(self._brake, seconds, min(100.0, sum(busy.values()) * 100), others=others)
+        self._brake = found.brake
+        for number, each in enumerate(self._held):
+            self._write(each, found, number)
+
+    @staticmethod
+    def _second(each: Held, busy: Mapping[int, float]) -> Second:
+        usage, now = each.container.usage, time.monotonic()
+        processes = sum(busy.get(pid, 0.0) > 0 for pid in each.pids)
+        if usage.next_ns != each.next_ns or usage.next_ns / 1e9 > now:
+            each.since = now if now - each.moved > SAMPLED_SECONDS else each.since
+            each.moved = now
+        throttled = usage.waited_ns > each.waited_ns
+        each.waited_ns, each.next_ns = usage.waited_ns, usage.next_ns
+        working = processes > 0 or now - each.moved < SAMPLED_SECONDS
+        steady = now - each.since > SECONDS / 2  # the first second is that in which functions are learned
+        return Second(each.factor, each.percent, working, throttled, steady, max(1, processes))
+
+    @staticmethod
+    def _write(each: Held, found: Findings, number: int) -> None:
+        each.factor = found.factors[number]
+        wanted = (found.in_force(number), found.rivals[number])
+        if wanted != each.written:
+            each.written = wanted
+            each.container.hold(each.percent, *wanted)

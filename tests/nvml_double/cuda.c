@@ -90,21 +90,36 @@ static uint64_t clock_us(clockid_t which) {
     return (uint64_t)now.tv_sec * 1000000u + (uint64_t)now.tv_nsec / 1000;
 }
 
-void sim_cuda_work(int32_t number, void (*visit)(void *data, uint32_t pid, uint32_t percent, uint64_t sampled_us), void *data) {
+/* As the driver does: of each process the mean over all periods after `since_us`, those that were put down to others or
+ * to nobody among them, with the time stamp of the last one that was its own. */
+void sim_cuda_work(int32_t number, uint64_t since_us, void (*visit)(void *data, uint32_t pid, uint32_t percent, uint64_t sampled_us),
+                   void *data) {
     const struct sim_cuda_machine *machine = sim_cuda_machine();
     if (machine == NULL || number < 0 || machine->clock.mode != SIM_CUDA_CLOCK_WALL) {
         return;
     }
+    const struct sim_cuda_clock *clock = &machine->clock;
+    const struct sim_cuda_time *time = &clock->devices[number];
     uint64_t behind = clock_us(CLOCK_REALTIME) - clock_us(CLOCK_MONOTONIC);
-    for (uint32_t place = 0; place < machine->clock.tenant_high && place < SIM_CUDA_TENANTS; place++) {
-        const struct sim_cuda_tenant *tenant = &machine->clock.tenants[place];
-        if (tenant->state != 1 || tenant->device != (uint32_t)number || tenant->percent == 0) {
+    uint32_t sums[SIM_CUDA_TENANTS] = {0}, periods = 0;
+    uint64_t newest[SIM_CUDA_TENANTS] = {0};
+    for (uint32_t place = 0; place < time->closed && place < SIM_CUDA_WINDOWS; place++) {
+        const struct sim_cuda_window *window = &time->windows[place];
+        uint64_t at = (clock->origin_ns / 1000 + window->end_ns / clock->permille + behind) / 10000 * 10000; /* the two clocks are not read at once */
+        if (at <= since_us) {
             continue;
         }
-        uint64_t at = machine->clock.origin_ns / 1000 + tenant->sampled_ns / machine->clock.permille + behind;
-        uint32_t pid = cuda_slot_holder(machine, file, tenant->slot);
+        periods++;
+        if (window->tenant > 0 && window->tenant <= SIM_CUDA_TENANTS) {
+            sums[window->tenant - 1] += window->percent;
+            newest[window->tenant - 1] = at > newest[window->tenant - 1] ? at : newest[window->tenant - 1];
+        }
+    }
+    for (uint32_t place = 0; place < clock->tenant_high && place < SIM_CUDA_TENANTS; place++) {
+        const struct sim_cuda_tenant *tenant = &clock->tenants[place];
+        uint32_t pid = tenant->state == 1 && sums[place] >= periods && periods > 0 ? cuda_slot_holder(machine, file, tenant->slot) : 0;
         if (pid != 0) {
-            visit(data, pid, tenant->percent, at / 10000 * 10000); /* the two clocks are not read at once */
+            visit(data, pid, sums[place] / periods, newest[place]);
         }
     }
 }

@@ -30,14 +30,10 @@ struct put_work {
     put_t put;
     void *out;
     unsigned int room, found;
-    uint64_t since;
 };
 
 static void put_work(void *data, uint32_t pid, uint32_t percent, uint64_t sampled_us) {
     struct put_work *rest = data;
-    if (sampled_us <= rest->since) {
-        return;
-    }
     if (rest->found < rest->room) {
         struct sim_process process = {.pid = pid, .sm_utilization = percent, .sampled_us = sampled_us};
         rest->put(rest->out, rest->found, &process);
@@ -76,8 +72,8 @@ static unsigned int collect(struct sim_gpu *gpu, const struct sim_instance *part
         found = rest.found;
     }
     if (kind == 0) {
-        struct put_work rest = {.put = put, .out = out, .room = room, .found = found, .since = since};
-        sim_cuda_work(sim_cuda_gpu(gpu), put_work, &rest);
+        struct put_work rest = {.put = put, .out = out, .room = room, .found = found};
+        sim_cuda_work(sim_cuda_gpu(gpu), since, put_work, &rest);
         found = rest.found;
     }
     return found;

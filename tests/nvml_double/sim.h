@@ -70,8 +70,9 @@ void sim_pci(nvmlPciInfo_t *pci, uint32_t domain, uint32_t bus, uint32_t device,
 int32_t sim_cuda_gpu(const struct sim_gpu *gpu);
 /* Bytes of all living processes. */
 uint64_t sim_cuda_used(int32_t number);
-/* What the last sampling period says of each living process that worked; when it ended, by the wall in microseconds. */
-void sim_cuda_work(int32_t number, void (*visit)(void *data, uint32_t pid, uint32_t percent, uint64_t sampled_us), void *data);
+/* What is said of each living process that worked after `since_us`, and when its last period ended: microseconds by the wall. */
+void sim_cuda_work(int32_t number, uint64_t since_us, void (*visit)(void *data, uint32_t pid, uint32_t percent, uint64_t sampled_us),
+                   void *data);
 /* Calls `visit` for each living process that has memory. */
 void sim_cuda_each(int32_t number, void (*visit)(void *data, uint32_t pid, uint64_t bytes), void *data);
 /* The shared file, or NULL. */

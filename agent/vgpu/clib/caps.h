@@ -167,7 +167,8 @@ void gna_prices_forget(void);
 #define GNA_READINGS 16u
 struct gna_readings {
     uint64_t time[GNA_READINGS];
-    uint64_t low;    /* quartile */
+    uint16_t rivals[GNA_READINGS]; /* as they were then */
+    uint64_t low;    /* quartile, of what each is taken for */
     int64_t average; /* ns, of more than are kept */
     uint64_t count;  /* ever */
     bool is_even;    /* they are about the same */
@@ -206,6 +207,7 @@ void gna_share_done(struct gna_turn *turn, CUresult result);
 /* A launch turned out to have taken more device time than it paid for, or less. */
 void gna_share_settle(int record, int64_t device_ns);
 void gna_shares_forget(void);
+#define GNA_UNKNOWN_RIVALS 255u       /* one, that does not always have work */
 uint32_t gna_share_rivals(int record); /* other processes at work on the GPU at a time, in 1/256 */
 /* Captures of this process that are going on: one began, or ended, if that is what the driver answered. */
 extern _Atomic int gna_captures;

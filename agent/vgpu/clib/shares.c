@@ -7,7 +7,6 @@
 #define WHOLE 1u /* all of the GPU: launches are seen, and never wait */
 #define PAUSED UINT64_MAX
 #define ONE 65536u
-#define UNKNOWN_RIVALS 256u
 #define LONGEST_NAP_NS UINT64_C(100000000)   /* a change whose wake did not come through is seen by then */
 #define LONGEST_DEBT_NS UINT64_C(600000000000) /* more is a damaged word */
 #define SILENT_NS UINT64_C(30000000000)        /* without an agent's beat: nobody is there to end a pause */
@@ -88,7 +87,7 @@ static void refresh(struct share *share, unsigned record) {
         uint64_t burst = (limit.burst_us == 0 ? GNA_BURST_US : limit.burst_us) * UINT64_C(1000);
         atomic_store_explicit(&share->burst, cost == PAUSED || cost <= WHOLE ? 0 : times(burst, cost), memory_order_relaxed);
         atomic_store_explicit(&share->cost, cost, memory_order_relaxed);
-        atomic_store_explicit(&share->rivals, limit.rivals == 0 ? UNKNOWN_RIVALS : limit.rivals - 1, memory_order_relaxed);
+        atomic_store_explicit(&share->rivals, limit.rivals == 0 ? GNA_UNKNOWN_RIVALS : limit.rivals - 1, memory_order_relaxed);
         atomic_store_explicit(&share->looked, generation, memory_order_relaxed);
         /* A copy that is half written may have its generation already: it will not be another one when the copy is whole. */
         bool is_whole = limit.generation == gna_limit_newest(record);

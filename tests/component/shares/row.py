@@ -20,7 +20,7 @@ from statistics import mean
 from typing import Any, Final
 
 from agent.vgpu import layout
-from agent.vgpu.compute import corrected, rivals
+from agent.vgpu.correction import Second, learned
 from clib import toolchain
 from clib.build_library import cached
 from tests.component.caps.container import make
@@ -107,7 +107,8 @@ class _Conductor:
     def __init__(self, row: Row, folder: Path) -> None:
         self.row = row
         self.factors = [1.0] * len(row.loads)
-        self.waited = [0] * len(row.loads)
+        self.brake = 1.0
+        self.usages = [layout.CountedUsage(0, 0, 0, 0)] * len(row.loads)
         self.written: dict[int, dict[str, Any]] = {}
         self.corrects = False
         self.driver = build(ROOT / "build")
@@ -182,26 +183,33 @@ class _Conductor:
                         each.kill()
                     os._exit(LOAD_FAILED)
 
-    def _correct(self, samples: Sequence[Sequence[float]], busy: AbstractSet[int]) -> None:
-        """The agent's part, once a second; `busy` are the processes that worked in it."""
-        used = [mean(each) if each else 0.0 for each in samples]
+    def _correct(self, totals: Sequence[float], busy: AbstractSet[int]) -> None:
+        """The agent's part, once a second; `busy` are the processes that NVML names for it."""
+        seconds = []
         for number, load in enumerate(self.row.loads):
             head = self.containers[number].usage.read_bytes()[: layout.usage_head_bytes(1)]
-            waited = layout.read_usage(head)[0].waited_ns
-            throttled = waited > self.waited[number]
-            self.waited[number] = waited
-            if self.corrects and samples[number]:
-                self.factors[number] = corrected(
-                    self.factors[number], load.cap, used[number], throttled=throttled
+            now, before = layout.read_usage(head)[0], self.usages[number]
+            self.usages[number] = now
+            seen = sum(each.pid in busy for each in self.processes[number])
+            seconds.append(
+                Second(
+                    self.factors[number],
+                    load.cap,
+                    working=seen > 0 or (now.next_ns, now.waits) != (before.next_ns, before.waits),
+                    throttled=now.waited_ns > before.waited_ns,
+                    steady=self.corrects,
+                    processes=max(1, seen),
                 )
-            working = sum(each.pid in busy for each in self.processes[number])
-            others = rivals(used[number], working, sum(used), len(busy))
-            self._limit(number, self.factors[number], others)
+            )
+        found = learned(self.brake, seconds, mean(totals) if totals else 0.0, others=False)
+        self.brake, self.factors = found.brake, list(found.factors)
+        for number, others in enumerate(found.rivals):
+            self._limit(number, found.in_force(number), others)
         self.corrects = True  # the first second is that in which functions are learned
 
     def _run(self) -> list[list[float]]:
         self._wait(0)
-        samples: list[list[float]] = [[] for _ in self.row.loads]
+        totals: list[float] = []
         found: list[list[float]] = [[] for _ in self.row.loads]
         mark = self._busy()
         sampled, second = 0, 0
@@ -212,15 +220,13 @@ class _Conductor:
             now = int(self.double.gna_sim_now())
             if now < (second + 1) * SECOND:
                 percents = self.machine.utilization()
-                for number, own in enumerate(self.processes):
-                    samples[number].append(sum(percents.get(each.pid, 0) for each in own))
+                totals.append(sum(percents.values()))
                 working.update(pid for pid, percent in percents.items() if percent)
                 continue
             sampled -= 1
             second += 1
-            self._correct(samples, working)
-            for each in samples:
-                each.clear()
+            self._correct(totals, working)
+            totals.clear()
             working.clear()
             if second >= WARM and (second - WARM) % self.row.window == 0:
                 busy = self._busy()
@@ -229,7 +235,7 @@ class _Conductor:
                         found[number].append((busy[number] - before) * 100 / SECOND / self.row.window)
                 mark = busy
         if os.environ.get("GNA_TRACE"):
-            print(self.factors, file=sys.stderr)
+            print(self.factors, self.brake, file=sys.stderr)
         return found
 
 

@@ -21,7 +21,9 @@ from tests.component.shares.row import LOAD_FAILED, Load, Row, shares
         (Row((Load(20, "mixed"), Load(80, "train")), 10), 2),
         (Row((Load(40, "mixed", processes=2),), 23, 10), 3),
         (Row((Load(30, "varied"), Load(70, "train")), 13), 3),
-        (Row((Load(20, "changing"), Load(80, "train")), 23, 10), 3),
+        (Row((Load(20, "changing"),), 23, 10), 3),
+        # Prices alone say it: NVML's figures are no one's where several work.
+        (Row((Load(20, "changing"), Load(80, "train")), 23, 10), 9),
         (Row((Load(20, "hiding"),), 10), 2),
     ],
     ids=[
@@ -34,7 +36,8 @@ from tests.component.shares.row import LOAD_FAILED, Load, Row, shares
         "the same next to 80",
         "the same in 2 processes",
         "three lengths at random next to 70",
-        "a second of short and one of long next to 80",
+        "a second of short and one of long",
+        "the same, changing, next to 80",
         "short where every eighth would be measured",
     ],
 )
@@ -51,8 +54,10 @@ def test_a_load_that_ends_early_is_no_share_of_nothing(tmp_path: Path) -> None:
 
 
 def test_graphs_of_10_and_90_percent_are_one_to_nine(tmp_path: Path) -> None:
+    """On an H200 one to seventeen: no launch of the small one is without the other's work in between."""
     row = Row((Load(10, "graph"), Load(90, "graph")), 33, 10)
-    small, large = (mean(windows) for windows in shares(row, tmp_path / "row"))
+    # Eight graphs of which each is launched every two seconds are learned in ten.
+    small, large = (mean(windows[1:]) for windows in shares(row, tmp_path / "row"))
     assert large / small == pytest.approx(9, rel=0.05)
 
 

@@ -55,17 +55,13 @@ class Site:
             file.seek(at)
             file.write(layout.SHARE.pack(before[0] + next_ns, before[1], before[2] + waited_ns))
 
-    def turn(self, seconds: float = 1.0, **percents: float | MeasuredWork) -> bool:
-        """A turn later; what was measured of a container is one process's unless it says otherwise."""
+    def turn(self, seconds: float = 1.0, *, others: bool = False, **percents: float) -> bool:
+        """A turn later; what was measured, of one process of each container that it names."""
         self.now += seconds
         containers = {key_of(each.ids): ContainerLimits(each) for each in self.held.values()}
-        measured = {
-            Place("default", pod, "main", GPU): value
-            if isinstance(value, MeasuredWork)
-            else MeasuredWork(value)
-            for pod, value in percents.items()
-        }
-        return self.compute.turn(containers, measured)
+        named = {Place("default", pod, "main", GPU): 1 for pod, percent in percents.items() if percent}
+        work = MeasuredWork(sum(percents.values()), named, others)
+        return self.compute.turn(containers, {GPU: work} if percents else {})
 
     def limits(self, pod: str) -> layout.DeviceLimits:
         """In force."""

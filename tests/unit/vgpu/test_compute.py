@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from agent.model.modes import Mode
+from agent.telemetry.container_use import ContainerUse, GpuWork, Uses
+from agent.telemetry.containers import ContainerShare, Use
 from agent.vgpu import compute as room
 from agent.vgpu import layout
 from agent.vgpu.compute import (
     BEAT_SECONDS,
-    LEAST,
-    MOST,
     Compute,
     ComputeRequest,
     MeasuredWork,
     compute_request_of,
-    corrected,
     release,
-    rivals,
+    work_of,
 )
-from agent.vgpu.folders import LIMITS, key_of
+from agent.vgpu.folders import LIMITS, Place, key_of
 from agent.vgpu.limits import ContainerLimits
 from tests.unit.vgpu.compute_site import Site
 from tests.unit.vgpu.made_up import GPU, about
@@ -162,20 +162,6 @@ def test_a_usage_region_that_was_truncated_is_nobodys_work(site: Site) -> None:
     assert site.shares() == {"a": 40}
 
 
-def test_the_factor_stays_within_bounds() -> None:
-    assert corrected(MOST, 40, 0.0, throttled=True) == MOST
-    assert corrected(LEAST, 40, 100.0, throttled=True) == LEAST
-    assert corrected(1.5, 0, 10.0, throttled=True) == 1.5
-
-
-def test_the_factor_stays_where_a_share_is_right_on_average() -> None:
-    """Long kernels have nothing of it in one second and twice of it in the next."""
-    factor = 1.0
-    for share in (0, 19.0) * 20:
-        factor = corrected(factor, 10, share, throttled=True)
-    assert factor == pytest.approx(1, abs=0.05)
-
-
 def test_a_second_in_which_it_began_to_work_says_nothing(site: Site) -> None:
     site.add("a", 20)
     site.turn(5.0)
@@ -190,37 +176,92 @@ def test_a_second_in_which_it_began_to_work_says_nothing(site: Site) -> None:
     assert site.limits("a").correction < 1
 
 
-@pytest.mark.parametrize(
-    ("own", "processes", "total", "everybody", "expected"),
-    [
-        (20, 1, 20, 1, 0),  # alone
-        (20, 1, 100, 2, 1),  # whenever it does not work, the other one does
-        (25, 1, 100, 4, 3),
-        (40, 2, 40, 2, 0.25),  # two of its own, seldom at once
-        (0, 0, 0, 0, 0),
-        (20, 1, 20.5, 2, 0.125),  # hardly anybody is not nobody
-        (100, 1, 130, 3, 2),  # more than there is, by samples of different instants
-    ],
-)
-def test_who_else_is_at_work(
-    own: float, processes: int, total: float, everybody: int, expected: float
-) -> None:
-    assert rivals(own, processes, total, everybody) == expected
-
-
 def test_the_library_learns_whom_its_container_shares_the_gpu_with(site: Site) -> None:
     for pod, cores in (("a", 20), ("b", 80)):
         site.add(pod, cores)
     site.turn()
     assert site.limits("a").rivals is None
-    site.turn(a=20, b=MeasuredWork(80, 2))
-    assert (site.limits("a").rivals, site.limits("b").rivals) == (2, 2)
-    site.turn(a=20, b=MeasuredWork(0, 0))
+    # The driver names one of them; the other one works as well, by its usage region.
+    site.launch("a", waited_ns=1000)
+    site.launch("b", waited_ns=1000)
+    site.turn(a=100)
+    site.launch("a", waited_ns=1000)
+    site.launch("b", waited_ns=1000)
+    site.turn(b=100)
+    assert (site.limits("a").rivals, site.limits("b").rivals) == (1, 0.5)
+    site.turn(3, a=20)
     assert site.limits("a").rivals == 0
     site.turn()  # nobody measured
     assert site.limits("a").rivals == 0
     site.compute.settle()
     assert site.limits("a").rivals is None
+
+
+def test_nothing_is_learned_of_one_container_while_others_work(site: Site) -> None:
+    """On an H200 all of each second was put down to one of two, and the factor fell to its floor."""
+    key = site.add("busy", 30)
+    other = site.add("serve", 70)
+    site.turn()
+    for _ in range(20):
+        site.launch("busy", waited_ns=1000)
+        site.launch("serve")
+        site.turn(0.9, busy=52)
+    assert (site.limits("busy").correction, site.limits("serve").correction) == (1, 1)
+    assert site.compute.standing()[key].used is None
+    site.turn(3.0, busy=25)
+    assert (site.compute.standing()[key].used, site.compute.standing()[other].used) == (25, 0)
+    for _ in range(5):
+        site.launch("busy", waited_ns=1000)
+        site.turn(0.9, others=True, busy=52)
+    assert site.limits("busy").correction == 1
+    for _ in range(5):
+        site.launch("busy", waited_ns=1000)
+        site.turn(0.9, busy=52)
+    assert site.limits("busy").correction < 1
+
+
+def test_a_process_that_is_held_to_no_share_ends_all_learning(site: Site) -> None:
+    """Of a container that started before shares were on."""
+    site.add("a", 30)
+    site.turn()
+    for _ in range(5):
+        site.launch("a", waited_ns=1000)
+        site.turn(0.9, stranger=80)
+    assert site.limits("a").correction == 1
+
+
+def test_several_above_their_shares_together_are_braked_until_they_are_not(site: Site) -> None:
+    site.add("a", 20)
+    site.add("b", 30)
+    site.turn()
+
+    def both(total: float) -> tuple[float, float]:
+        for _ in range(5):
+            site.launch("a", waited_ns=1000)
+            site.launch("b")
+            site.turn(0.9, a=total)
+        return site.limits("a").correction, site.limits("b").correction
+
+    low, same = both(80)
+    assert low == same < 0.8
+    assert both(20) == (1, 1)
+    low, same = both(80)
+    assert low == same < 0.8
+    # Alone none is braked, and a setting that is left is each one's own.
+    site.launch("a", waited_ns=1000)
+    site.turn(3.0, a=20)
+    assert site.limits("a").correction == pytest.approx(1, abs=0.02)
+    both(80)
+    site.compute.settle()
+    assert site.limits("b").correction == 1
+
+
+def test_what_is_measured_of_a_gpu_is_all_that_its_processes_did() -> None:
+    share = ContainerShare("default", "a", "main", GPU, 0, Mode.VGPU, 0.3, 1)
+    at_work = ContainerUse(Use(share, utilization=0.3, working=2), None, None)
+    idle = ContainerUse(Use(replace(share, pod="b")), None, None)
+    uses = Uses((at_work, idle), work={GPU: GpuWork(0.52, others=True)})
+    assert work_of(uses) == {GPU: MeasuredWork(52, {Place("default", "a", "main", GPU): 2}, others=True)}
 
 
 @pytest.mark.parametrize(
