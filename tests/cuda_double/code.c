@@ -23,15 +23,26 @@ static uint64_t duration_of(const char *name) {
     return DEFAULT_NS;
 }
 
-static CUresult load(enum object_kind kind, int at_once, void **handle) {
+/* What a module takes when its load returns. Of a text it is what its variables do, as on an H200: the code itself has room
+ * in the context, which grows by some MiB for thousands of them. */
+static uint64_t size_of(const char *image, uint32_t device) {
+    unsigned long long bytes = 0;
+    if (image == NULL || strncmp(image, ".version", 8) != 0) {
+        return cuda_machine->devices[device].module_bytes;
+    }
+    const char *variable = strstr(image, ".global .align");
+    return variable != NULL && sscanf(variable, ".global .align %*u .b8 %*[^[][%llu]", &bytes) == 1 ? round_up(bytes, granule(device)) : 0;
+}
+
+static CUresult load(enum object_kind kind, const char *image, void **handle) {
     struct context *context;
     CUresult result = CUDA_SUCCESS;
     NEED(handle != NULL);
     TRY(current(&context));
     struct code *code = calloc(1, sizeof(*code));
     code->base.device = context->base.device;
-    if (at_once) {
-        code->charged = cuda_machine->devices[code->base.device].module_bytes;
+    if (kind == MODULE) {
+        code->charged = size_of(image, code->base.device);
         result = charge(code->base.device, SIM_CUDA_MEMORY_CODE, code->charged);
     }
     if (result != CUDA_SUCCESS) {
@@ -92,23 +103,23 @@ struct function *function_find(const void *handle) {
 
 CUresult model_cuModuleLoad(CUmodule *module, const char *fname) {
     NEED(fname != NULL);
-    return load(MODULE, 1, (void **)module);
+    return load(MODULE, NULL, (void **)module);
 }
 
 CUresult model_cuModuleLoadData(CUmodule *module, const void *image) {
     NEED(image != NULL);
-    return load(MODULE, 1, (void **)module);
+    return load(MODULE, image, (void **)module);
 }
 
 CUresult model_cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int numOptions, CUjit_option *options,
                                   void **optionValues) {
     NEED(image != NULL && (numOptions == 0 || (options != NULL && optionValues != NULL)));
-    return load(MODULE, 1, (void **)module);
+    return load(MODULE, image, (void **)module);
 }
 
 CUresult model_cuModuleLoadFatBinary(CUmodule *module, const void *fatCubin) {
     NEED(fatCubin != NULL);
-    return load(MODULE, 1, (void **)module);
+    return load(MODULE, NULL, (void **)module);
 }
 
 CUresult model_cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) {
@@ -131,7 +142,7 @@ CUresult model_cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_opt
                                  unsigned int numLibraryOptions) {
     NEED(code != NULL && (numJitOptions == 0 || (jitOptions != NULL && jitOptionsValues != NULL)));
     NEED(numLibraryOptions == 0 || (libraryOptions != NULL && libraryOptionValues != NULL));
-    return load(LIBRARY, 0, (void **)library);
+    return load(LIBRARY, NULL, (void **)library);
 }
 
 CUresult model_cuLibraryUnload(CUlibrary library) {
@@ -146,7 +157,7 @@ CUresult model_cuLibraryGetKernel(CUkernel *pKernel, CUlibrary library, const ch
 /* Lazy loading: a library's code comes to the GPU with its first function or launch. */
 static CUresult bring_in(struct function *function) {
     struct code *code = (struct code *)function->owner;
-    if (code->charged == 0) {
+    if (code->base.kind == LIBRARY && code->charged == 0) {
         uint64_t bytes = cuda_machine->devices[code->base.device].module_bytes;
         TRY(charge(code->base.device, SIM_CUDA_MEMORY_CODE, bytes));
         code->charged = bytes;

@@ -136,6 +136,7 @@ struct pool {
     uint32_t own; /* the device's default pool */
     uint32_t is_gone; /* destroyed, and some of its memory is not freed yet */
     uint64_t reserved, reserved_high, used, used_high, threshold, maximum;
+    uint64_t held; /* freed behind streams that are still at work */
     int settings[4];
 };
 void pools_trim(uint32_t device);  /* at a synchronisation */

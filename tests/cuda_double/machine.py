@@ -23,7 +23,7 @@ _FLOCK: Final = "hhqqi4x"  # struct flock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaGpu:
-    """One GPU to simulate; sizes in bytes. `pool_chunk` is the step by which pools reserve.
+    """One GPU to simulate; sizes in bytes. `pool_chunk` is the step by which pools and graphs reserve.
 
     `granularity` is that of all memory, from 64 KiB to 4 MiB.
     """

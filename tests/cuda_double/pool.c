@@ -25,9 +25,8 @@ static struct pool *current_of(uint32_t device) {
     return chosen_pool[device] != NULL ? chosen_pool[device] : default_of(device);
 }
 
-/* Freed, and used until its stream gets there: "the allocation must not be accessed after stream execution reaches the
- * free": CUDA Driver API, Stream Ordered Memory Allocator, cuMemFreeAsync. An allocation on that stream can have it at
- * once: CUDA Programming Guide, Stream Ordered Memory Allocator, Physical Page Caching and Reuse Policies. */
+/* Freed, and no longer "used" from the call on; nobody has it before its stream gets there, but for an allocation on that
+ * stream, which can have it at once: both as an H200 was seen to do, driver 580. */
 struct pending {
     struct pending *next;
     struct pool *pool;
@@ -36,9 +35,8 @@ struct pending {
 };
 static struct pending *pendings;
 
-static void give_back(struct pool *pool, uint64_t bytes) {
-    pool->used -= bytes;
-    if (pool->is_gone && pool->used == 0) {
+static void let_go(struct pool *pool) {
+    if (pool->is_gone && pool->used + pool->held == 0) {
         discharge(pool->base.device, SIM_CUDA_MEMORY_POOL, pool->reserved);
         pool->reserved = 0;
     }
@@ -50,7 +48,8 @@ static void free_due(const struct stream *stream) {
         struct pending *found = *at;
         if (found->stream == stream || now_ns() >= found->due_ns) {
             *at = found->next;
-            give_back(found->pool, found->bytes);
+            found->pool->held -= found->bytes;
+            let_go(found->pool);
             free(found);
         } else {
             at = &found->next;
@@ -62,13 +61,15 @@ void pool_free_behind(struct memory *memory, const struct stream *stream, uint64
     struct pending *made = calloc(1, sizeof(*made));
     *made = (struct pending){.next = pendings, .pool = memory->pool, .stream = stream, .due_ns = due_ns, .bytes = round_up(memory->size, 512)};
     pendings = made;
+    made->pool->used -= made->bytes;
+    made->pool->held += made->bytes;
     object_remove(&memory->base);
     free(memory);
 }
 
 static void keep(struct pool *pool, uint64_t bytes) {
     free_due(NULL);
-    uint64_t left = round_up(pool->used > bytes ? pool->used : bytes, granule(pool->base.device));
+    uint64_t kept = pool->used + pool->held, left = round_up(kept > bytes ? kept : bytes, granule(pool->base.device));
     if (left < pool->reserved) {
         discharge(pool->base.device, SIM_CUDA_MEMORY_POOL, pool->reserved - left);
         pool->reserved = left;
@@ -104,12 +105,13 @@ static CUresult reserve(struct pool *pool, uint64_t bytes) {
     if (pool->maximum > 0 && pool->used + bytes > pool->maximum) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    if (pool->used + bytes > pool->reserved) {
-        uint64_t growth = round_up(pool->used + bytes - pool->reserved, cuda_machine->devices[device].pool_chunk);
+    uint64_t needed = pool->used + pool->held + bytes;
+    if (needed > pool->reserved) {
+        uint64_t growth = round_up(needed - pool->reserved, cuda_machine->devices[device].pool_chunk);
         CUresult result = charge(device, SIM_CUDA_MEMORY_POOL, growth);
         if (result == CUDA_ERROR_OUT_OF_MEMORY) {
             pools_squeeze(device);
-            growth = round_up(pool->used + bytes - pool->reserved, granule(device));
+            growth = round_up(pool->used + pool->held + bytes - pool->reserved, granule(device));
             result = charge(device, SIM_CUDA_MEMORY_POOL, growth);
         }
         TRY(result);
@@ -144,15 +146,13 @@ static void retire(struct pool *pool) {
         chosen_pool[device] = NULL; /* "sets the default mempool as the current mempool for that device": the same */
     }
     pool->is_gone = 1;
-    if (pool->used == 0) {
-        discharge(device, SIM_CUDA_MEMORY_POOL, pool->reserved);
-        pool->reserved = 0;
-    }
+    let_go(pool);
     object_retire(&pool->base);
 }
 
 void pool_give_back(struct memory *memory) {
-    give_back(memory->pool, round_up(memory->size, 512));
+    memory->pool->used -= round_up(memory->size, 512);
+    let_go(memory->pool);
 }
 
 static void free_of_device(struct object *object, void *data) {

@@ -1,8 +1,8 @@
 """Memory by every class of allocation, in the words of tests/cuda_double/client.py, for any driver."""
 
-from tests.gpu.kernels import POKE
+from tests.gpu.kernels import STATIC
 
-PTX = POKE.encode()
+PTX = STATIC.encode()
 # How a piece is had, as an expression, and how it is given back where it is `one`.
 FILL = {
     "linear": ("alloc(8)", "free(one)"),
@@ -13,10 +13,11 @@ FILL = {
     "pool": ("out('cuMemAllocAsync', size(8 * MIB), u64())", "check('cuMemFreeAsync', u64(one), u64())"),
     "array": ("array(2048, 1024)", "check('cuArrayDestroy', u64(one))"),
     "mipmap": ("array(2048, 1024, levels=1)", "check('cuMipmappedArrayDestroy', u64(one))"),
-    "graph": ("launched(8)", "check('cuMemFree_v2', u64(one))"),
+    "graph": ("launched(32)", "check('cuMemFree_v2', u64(one))"),
     "code": ("out('cuModuleLoadData', PTX)", "check('cuModuleUnload', u64(one))"),
 }
-PIECES = {"small": 4 * 1024, "code": 512}  # of 0.25 and of 2 MiB; all others are of 8
+# Of 0.25, 2 and 32 MiB, less than which no graph takes; all others are of 8.
+PIECES = {"small": 4 * 1024, "code": 520, "graph": 32}
 HELPERS = f"""
 PTX = {PTX!r}
 def pitched(megabytes):

@@ -93,6 +93,9 @@ DONE:
 # Writes where nothing is mapped: the fatal error that takes all clients of a server down.
 POKE = _kernel("poke", "    st.global.u32 [%rd0], %r0;")
 
+# The same with a variable of 2 MiB: the code of a small module has room in the context, and takes nothing.
+STATIC = POKE.replace(".visible .entry", ".visible .global .align 8 .b8 large[2097152];\n.visible .entry")
+
 
 # Of sharing.c: the body of each, under a name that says how long it is meant to run.
 _SHARING = {

@@ -103,34 +103,48 @@ async def test_a_trimmed_pool_keeps_what_is_allocated_and_no_more(rig: Rig) -> N
     assert PIECE * MIB <= after <= (PIECE + STEP) * MIB
 
 
-def _used_behind_a_busy_stream(rig: Rig) -> tuple[bool, int, int]:
-    """Whether a stream was at work yet when a pool was asked; bytes in use of it then, and afterwards."""
-    ask = f"reserved('cuMemPoolGetAttribute', u64(pool), {USED_OF_POOL})"
+def _behind_a_busy_stream(rig: Rig) -> tuple[bool, list[tuple[int, int]]]:
+    """Whether a stream was at work all the while; of a pool what is reserved and what is used, in MiB.
+
+    Before memory was freed behind that stream, then, once it was taken and freed there again, and with as
+    much for another stream.
+    """
+    pool = "reserved('cuMemPoolGetAttribute', u64(pool), {})"
+    ask = f"[{pool.format(RESERVED_BY_POOL)} / MIB, {pool.format(USED_OF_POOL)} / MIB]"
+    take, free = (
+        f"at.value = out('cuMemAllocAsync', size({PIECE} * MIB), {{}})",
+        "check('cuMemFreeAsync', at, {})",
+    )
+    seen = []
     with _started(rig) as app:
-        app("init()", "pool = out('cuDeviceGetDefaultMemPool', 0)", "stream = out('cuStreamCreate', 1)")
+        app("init()", "pool = out('cuDeviceGetDefaultMemPool', 0)")
+        app("stream, other = [u64(out('cuStreamCreate', 1)) for _ in range(2)]")
         app(f"module = u64(out('cuModuleLoadData', {WORK.replace('work', BUSY).encode()!r}))")
         app(f"kernel = out('cuModuleGetFunction', module, {BUSY.encode()!r})")
-        app(f"at, words = u64(), ctypes.c_uint32({ROUNDS})")
-        app(f"at.value = out('cuMemAllocAsync', size({PIECE} * MIB), u64(stream))")
+        app(f"at, words = u64(), ctypes.c_uint32({ROUNDS})", take.format("stream"))
         app("given = (ctypes.c_void_p * 2)(ctypes.addressof(at), ctypes.addressof(words))")
-        app("check('cuLaunchKernel', u64(kernel), 1, 1, 1, 32, 1, 1, 0, u64(stream), given, None)")
-        app("check('cuMemFreeAsync', at, u64(stream))")
-        meanwhile: int = app(ask)
-        busy: bool = app("call('cuStreamQuery', u64(stream)) == 600")
-        app("check('cuStreamSynchronize', u64(stream))")
-        afterwards: int = app(ask)
-    return busy, meanwhile, afterwards
+        app("check('cuLaunchKernel', u64(kernel), 1, 1, 1, 32, 1, 1, 0, stream, given, None)")
+        seen.append(tuple(app(ask)))
+        app(free.format("stream"))
+        seen.append(tuple(app(ask)))
+        app(take.format("stream"), free.format("stream"))
+        seen.append(tuple(app(ask)))
+        app(take.format("other"))
+        seen.append(tuple(app(ask)))
+        busy: bool = app("call('cuStreamQuery', stream) == 600")
+        app("check('cuStreamSynchronize', stream)")
+    return busy, seen
 
 
-async def test_memory_that_a_stream_has_not_freed_yet_counts_as_used(rig: Rig) -> None:
-    busy, meanwhile, afterwards = await anyio.to_thread.run_sync(_used_behind_a_busy_stream, rig)
+async def test_memory_freed_behind_a_busy_stream_is_that_streams_and_no_longer_used(rig: Rig) -> None:
+    busy, seen = await anyio.to_thread.run_sync(_behind_a_busy_stream, rig)
+    print(f"a pool's memory behind a busy stream, reserved and used: {seen}")
     assert busy, "the kernel is too short to look beside it"
-    assert meanwhile >= PIECE * MIB
-    assert afterwards == 0
+    assert seen == [(PIECE, PIECE), (PIECE, 0), (PIECE, 0), (2 * PIECE, PIECE)]
 
 
 def _free_around_modules(rig: Rig) -> list[int]:
-    """Free memory before modules are loaded, when the last load has returned, and a while later."""
+    """Free memory before modules are loaded, when the last load has returned, later, and without them."""
     with _started(rig) as app:
         app("init()", "check('cuCtxSynchronize')")
         before: int = app("memory()[0]")
@@ -138,11 +152,14 @@ def _free_around_modules(rig: Rig) -> list[int]:
         at_once: int = app("memory()[0]")
         app("check('cuCtxSynchronize')", "time.sleep(0.5)")
         later: int = app("memory()[0]")
-    return [before, at_once, later]
+        app("[check('cuModuleUnload', u64(one)) for one in held]")
+        without: int = app("memory()[0]")
+    return [before, at_once, later, without]
 
 
 async def test_free_memory_shows_modules_when_their_load_returns(rig: Rig) -> None:
-    before, at_once, later = await anyio.to_thread.run_sync(_free_around_modules, rig)
-    print(f"{MODULES} small modules take {(before - at_once) / MIB} MiB")
-    assert before > at_once
+    before, at_once, later, without = await anyio.to_thread.run_sync(_free_around_modules, rig)
+    print(f"{MODULES} modules with 2 MiB each take {(before - at_once) / MIB} MiB")
+    assert before - at_once >= MODULES * 2 * MIB
     assert at_once == later
+    assert before - without < 2 * MIB

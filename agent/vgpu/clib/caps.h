@@ -127,6 +127,7 @@ void gna_reclaim(int record);
 /* The lock is held, and let go of while, to order, a stream is waited for. */
 void gna_reclaim_locked(int record, CUstream stream, bool wait);
 void gna_pools_settle(void); /* after the application waited for the GPU: pools gave memory back */
+void gna_pools_freed(CUstream stream, bool in_graph); /* memory that may be a pool's, in the order of a stream */
 void gna_pools_forget(void);
 void gna_pools_gone(CUdevice device); /* the lock is held */
 void gna_graphs_reclaim(int record);

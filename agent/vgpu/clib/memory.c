@@ -291,14 +291,25 @@ void gna_freed_settle(bool wait, CUcontext gone) {
     REAL(cuThreadExchangeStreamCaptureMode)(&mode);
 }
 
+/* Before the call: once it is made, the pool that it may be of seems to have as much to spare. */
+static bool take_async(CUdeviceptr pointer, struct gna_entry *entry, CUstream stream) {
+    CUgraph graph;
+    bool known = take(pointer, entry);
+    if (!known) {
+        gna_pools_freed(stream, gna_capturing(stream, &graph));
+    }
+    return known;
+}
+
 HOOK(cuMemFreeAsync)(CUdeviceptr dptr, CUstream hStream) {
     struct gna_entry entry;
-    bool known = take(dptr, &entry);
+    bool known = take_async(dptr, &entry, hStream);
     return freed_async(REAL(cuMemFreeAsync)(dptr, hStream), dptr, known, &entry, hStream);
 }
 
 HOOK(cuMemFreeAsync_ptsz)(CUdeviceptr dptr, CUstream hStream) {
     struct gna_entry entry;
-    bool known = take(dptr, &entry);
-    return freed_async(REAL(cuMemFreeAsync_ptsz)(dptr, hStream), dptr, known, &entry, hStream == NULL ? CU_STREAM_PER_THREAD : hStream);
+    CUstream stream = hStream == NULL ? CU_STREAM_PER_THREAD : hStream;
+    bool known = take_async(dptr, &entry, stream);
+    return freed_async(REAL(cuMemFreeAsync_ptsz)(dptr, hStream), dptr, known, &entry, stream);
 }

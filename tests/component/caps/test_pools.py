@@ -158,3 +158,45 @@ def test_pools_are_not_trimmed_at_every_allocation(
     assert program(f"call('cuMemAlloc_v2', ctypes.byref(u64()), size({9940 - megabytes + 500} * MIB))") == 0
     assert program(f"call('cuMemAllocAsync', ctypes.byref(u64()), size({megabytes} * MIB), u64())") == 2
     assert machine.peak() <= 10240 * MIB
+
+
+BEHIND = """
+def behind(megabytes, milliseconds):
+    stream = out("cuStreamCreate", 1)
+    at = out("cuMemAllocAsync", size(megabytes * MIB), u64(stream))
+    launch(function(b"work_%dms" % milliseconds), stream)
+    check("cuMemFreeAsync", u64(at), u64(stream))
+    return stream
+def take(megabytes, stream):
+    return call("cuMemAllocAsync", ctypes.byref(u64()), size(megabytes * MIB), u64(stream))
+"""
+
+
+def test_memory_freed_behind_a_busy_stream_is_no_other_streams(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    """The driver says at once that nobody uses it, and takes more from the GPU for all other streams."""
+    made = container(1024, context=100)
+    machine.state.devices[0].context_bytes = 100 * MIB
+    program = programs(made, BEHIND, "init()", "other = out('cuStreamCreate', 1)")
+    program("busy = behind(500, 600000)")
+    assert program("take(500, other)") == 2
+    assert program("take(300, other)") == 0
+    assert machine.peak() <= 1024 * MIB
+    # Of its own stream it is: nothing waits, and nothing is given back for it.
+    before = machine.calls("cuMemPoolTrimTo"), machine.calls("cuStreamSynchronize")
+    program("at = out('cuMemAllocAsync', size(500 * MIB), u64(busy))")
+    assert (machine.calls("cuMemPoolTrimTo"), machine.calls("cuStreamSynchronize")) == before
+    assert machine.used() <= made.charged() <= 1024 * MIB
+
+
+def test_memory_freed_behind_a_stream_that_is_done_is_anybodys(
+    container: MakeContainer, machine: CudaMachine, programs: Programs
+) -> None:
+    made = container(1024, context=100)
+    machine.state.devices[0].context_bytes = 100 * MIB
+    program = programs(made, BEHIND, "init()", "busy, other = behind(500, 1), out('cuStreamCreate', 1)")
+    program("time.sleep(0.1)")
+    assert program("take(500, other)") == 0
+    assert program("take(300, busy)") == 0
+    assert machine.peak() <= 1024 * MIB

@@ -14,7 +14,7 @@ from agent.simulator.machine import SimulatedMachine
 from tests.component.caps.conftest import CACHE
 from tests.cuda_double import layout
 from tests.cuda_double.layout_time import ClockMode
-from tests.cuda_double.machine import CudaGpu, CudaMachine
+from tests.cuda_double.machine import MIB, CudaGpu, CudaMachine
 from tests.gpu import limits
 from tests.gpu.rig import Rig
 from tests.nvml_double import build as nvml_double
@@ -37,7 +37,9 @@ def doubles(
 ) -> Doubles:
     """A machine of one GPU for this process and those that it starts, and the library for its containers."""
     simulated = SimulatedMachine.create("dgx-h200", folder / "machine")
-    machine = CudaMachine.create(folder / "cuda", [CudaGpu(uuid=simulated.uuids[0])], clock=clock)
+    machine = CudaMachine.create(
+        folder / "cuda", [CudaGpu(uuid=simulated.uuids[0], pool_chunk=32 * MIB)], clock=clock
+    )
     built = folder / "library"
     built.mkdir()
     (built / limits.NAME).symlink_to(library)
