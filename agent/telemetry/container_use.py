@@ -46,8 +46,8 @@ class ContainerUse:
     gpu_seconds: float | None = None
 
 
-class GpuWork(NamedTuple):
-    """What all processes of a GPU did in a round, as the driver measured it."""
+class GpuTotal(NamedTuple):
+    """The work of all processes of a GPU in a round, as the driver measured it."""
 
     ratio: float  # 0..1 of the GPU
     others: bool  # processes of no holder worked, too
@@ -61,7 +61,7 @@ class Uses:
     # Bytes of processes outside pods, and of processes that cannot be attributed; of GPUs whose processes
     # can be read.
     other: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
-    work: Mapping[str, GpuWork] = field(default_factory=lambda: MappingProxyType({}))
+    work: Mapping[str, GpuTotal] = field(default_factory=lambda: MappingProxyType({}))
 
 
 class _Known(NamedTuple):
@@ -142,7 +142,7 @@ class ContainerWatch:
         owners = self._owners.of(_pids(samples))
         containers: list[ContainerUse] = []
         other: dict[str, tuple[int, int]] = {}
-        worked: dict[str, GpuWork] = {}
+        worked: dict[str, GpuTotal] = {}
         for uuid in self._courtesy.in_pieces(dict.fromkeys((*shares, *samples.taken))):
             taken: TakenSample | None = samples.taken.get(uuid)
             sample, work = (taken.sample, taken.work) if taken else (None, None)
@@ -152,7 +152,7 @@ class ContainerWatch:
             if sample and work is not None:
                 # What rounds are shown of each process is spread over time: it does not add up to the GPU.
                 rows = [ratio for _, ratio in sample.busy or ()] or work.values()
-                worked[uuid] = GpuWork(min(1.0, sum(rows)), found.others_work)
+                worked[uuid] = GpuTotal(min(1.0, sum(rows)), found.others_work)
             elapsed = self._elapsed(uuid, taken) if taken else 0.0
             containers += [self.windowed(use, now, elapsed) for use in found.uses]
         present = {each.use.share.key for each in containers}

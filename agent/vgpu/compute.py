@@ -110,7 +110,7 @@ IDLE_SECONDS = 1.0
 """Who did nothing for so long leaves its promise to others until it comes back."""
 LOOK_SECONDS = 1.0
 SAMPLED_SECONDS = 2.0
-"""What the driver says of a second may be of the one before it."""
+"""The driver's figures of a second may be of the one before it."""
 MOST_THREADS = 1024
 """Of a container, that can have waited at once: beyond that its word is not believed."""
 

@@ -43,8 +43,8 @@ class Second:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """What is in force in the next second, by container in the order of the seconds; `brake` of all."""
+class Corrections:
+    """The factors of the next second, by container in the order of the seconds; `brake` is one for all."""
 
     brake: float
     factors: tuple[float, ...]  # own ones
@@ -63,7 +63,7 @@ class Findings:
         return total if len(self.working) == 1 and not others else None
 
 
-def learned(brake: float, seconds: Sequence[Second], total: float, *, others: bool) -> Findings:
+def learned(brake: float, seconds: Sequence[Second], total: float, *, others: bool) -> Corrections:
     """The findings of one second of a GPU.
 
     `total`: percent of the GPU that all processes used, `others`: some that are held to no share among them.
@@ -78,7 +78,7 @@ def learned(brake: float, seconds: Sequence[Second], total: float, *, others: bo
         caps = sum(seconds[number].cap for number in working)
         # All of the GPU they cannot exceed.
         brake = min(SLACK, corrected(brake, caps, total if caps < WHOLE else 0.0, throttled=True))
-    return Findings(brake, tuple(factors), tuple(_rivals(seconds, total, others=others)), tuple(working))
+    return Corrections(brake, tuple(factors), tuple(_rivals(seconds, total, others=others)), tuple(working))
 
 
 def corrected(factor: float, cap: float, used: float, *, throttled: bool) -> float:

@@ -14,7 +14,7 @@ import anyio.to_thread
 from agent.nvml.binding import NvmlBinding
 from agent.nvml.port import NvmlError, SampleRequest
 from agent.vgpu.compute import SAMPLED_SECONDS
-from agent.vgpu.correction import Findings, Second, learned
+from agent.vgpu.correction import Corrections, Second, learned
 from tests.gpu.limits import Capped
 
 SECONDS = 1.0
@@ -84,7 +84,7 @@ class Observer:
         return Second(each.factor, each.percent, working, throttled, steady, max(1, processes))
 
     @staticmethod
-    def _write(each: Held, found: Findings, number: int) -> None:
+    def _write(each: Held, found: Corrections, number: int) -> None:
         each.factor = found.factors[number]
         wanted = (found.in_force(number), found.rivals[number])
         if wanted != each.written:

@@ -64,7 +64,7 @@ def test_each_container_gets_its_own_processes() -> None:
         pods,
     )
     assert memory(found) == [(5, MEASURED), (0, MEASURED), (4, MEASURED)]
-    # Each sample of the driver was put down to one of them, and who shares them is told by limits.
+    # Each sample of the driver was put down to one of them, and limits divide their sum.
     assert work(found) == [(0.35, ESTIMATED), (0, MEASURED), (0.35, ESTIMATED)]
     assert [use.processes for use in found.uses] == [2, 0, 1]
     assert [use.working for use in found.uses] == [1, 0, 1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.model.modes import Mode
-from agent.telemetry.container_use import ContainerUse, GpuWork, Uses
+from agent.telemetry.container_use import ContainerUse, GpuTotal, Uses
 from agent.telemetry.containers import ContainerShare, Use
 from agent.vgpu import compute as room
 from agent.vgpu import layout
@@ -260,7 +260,7 @@ def test_what_is_measured_of_a_gpu_is_all_that_its_processes_did() -> None:
     share = ContainerShare("default", "a", "main", GPU, 0, Mode.VGPU, 0.3, 1)
     at_work = ContainerUse(Use(share, utilization=0.3, working=2), None, None)
     idle = ContainerUse(Use(replace(share, pod="b")), None, None)
-    uses = Uses((at_work, idle), work={GPU: GpuWork(0.52, others=True)})
+    uses = Uses((at_work, idle), work={GPU: GpuTotal(0.52, others=True)})
     assert work_of(uses) == {GPU: MeasuredWork(52, {Place("default", "a", "main", GPU): 2}, others=True)}
 
 
