@@ -1,12 +1,14 @@
 """Who holds what, on the embedded kubelet, with both faces of its PodResources where they differ for it."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
-from tests.component.embedded_rig import FACES, Face, embedded_rig
+from tests.component.embedded_rig import FACES, QUICK, Face, embedded_rig
 from tests.component.extended_rig import extended_rig
+from tests.pace import scaled
 from tests.scenarios import holders, init_holders, vgpu
 from tests.scenarios.load import full_load_with_departures
 from tests.scenarios.rig import Rig
@@ -17,13 +19,16 @@ Scenario = Callable[[Rig], Awaitable[None]]
 
 # Kubelets before 1.34 list finished pods, too: they must not be taken for holders.
 BOTH_FACES = (holders.test_restarted_kubelet_that_lists_nothing,)
+# A kubelet waits for no plugin's list before it admits pods again: on a busy machine ours come late.
+FIRST_PODS_SECONDS = 2.5
 
 
 def on_the_embedded_kubelet(scenario: Scenario) -> Callable[[Face], Awaitable[None]]:
     @pytest.mark.timeout(300)
     @pytest.mark.parametrize("face", FACES if scenario in BOTH_FACES else FACES[:1])
     async def test(face: Face) -> None:
-        async with embedded_rig(face) as rig:
+        timings = replace(QUICK, first_pods=scaled(FIRST_PODS_SECONDS))
+        async with embedded_rig(face, timings=timings) as rig:
             await scenario(rig)
 
     return test

@@ -12,13 +12,14 @@ from aiohttp import web
 
 from agent.cluster.reviews import ACCESS, TOKENS, Reviews
 from agent.kit.tasks import FatalError
-from agent.telemetry.access import PATH, REVIEW_SECONDS, ScraperAdmission
+from agent.telemetry.access import PATH, ScraperAdmission
 from agent.web import certificates
 from agent.web.certificates import Certificates, Files
 from agent.web.server import HttpRequest, HttpServer, Reply
 from tests.cluster.pki import Authority
 from tests.component.cluster.server import FakeApi, client, status
 
+HANG_SECONDS = 60.0  # ends a test that hangs: a busy machine needs more than the product waits
 USER = {"username": "prometheus", "uid": "u", "groups": ["g"], "extra": {"e": ["x"]}}
 
 
@@ -56,7 +57,7 @@ async def serving(api: FakeApi, files: Files) -> AsyncIterator[tuple[str, Certif
 
     async with api.serving(), client(api.url) as connected, anyio.create_task_group() as group:
         server = HttpServer("127.0.0.1", 0, held.context)
-        admission = ScraperAdmission(Reviews(connected, PATH, REVIEW_SECONDS).review, anyio.current_time)
+        admission = ScraperAdmission(Reviews(connected, PATH, HANG_SECONDS).review, anyio.current_time)
         server.add_route("/metrics", admission.guarded(page))
         port = await group.start(server.serve)
         group.start_soon(held.follow)
