@@ -195,7 +195,7 @@ class _Conductor:
                 Second(
                     self.factors[number],
                     load.cap,
-                    working=seen > 0 or (now.next_ns, now.waits) != (before.next_ns, before.waits),
+                    working=seen > 0 or (now.next_ns, now.waited_ns) != (before.next_ns, before.waited_ns),
                     throttled=now.waited_ns > before.waited_ns,
                     steady=self.corrects,
                     processes=max(1, seen),
