@@ -1,6 +1,7 @@
 """Processes on the simulated GPUs: what NVML's process lists and utilisation samples answer."""
 
 import time
+from collections.abc import Mapping as Figures
 
 from agent.simulator.mapping import Mapping
 from agent.simulator.profile import MIB
@@ -62,3 +63,12 @@ class ProcessTable:
                 if entry.pid == pid:
                     entry.sm_utilization, entry.memory_utilization = sm, memory
                     entry.sampled_us = now
+
+    def take_turns(self, percents: Figures[int, int]) -> None:
+        """A fresh sample of processes that share one GPU by time slices; what each did in it, by PID.
+
+        As NVML does (an H200, driver 580), all of it is put down to one of them, here the busiest.
+        """
+        busiest = max(percents, key=lambda pid: percents[pid], default=0)
+        for pid in percents:
+            self.work(pid, min(100, sum(percents.values())) if pid == busiest else 0)

@@ -41,21 +41,28 @@ class Work:
 
     node: ModeNode
     shares: dict[int, int] = field(default_factory=dict)  # PID -> percent
+    turns: dict[int, set[int]] = field(default_factory=dict)  # GPU -> PIDs that share its time
 
     async def start(self, pod: PodSpec, mode: str, memory_mib: int, percent: int) -> int:
         """A process of the pod's container uses the pod's GPU; its PID."""
         rig = self.node.rig
         pid = await rig.container_pid(pod, "main")
         kind = ProcessKind.MPS if mode == "mps" else ProcessKind.COMPUTE
-        rig.machine.processes.start(await self.node.index_of(pod), pid, kind, memory_mib)
+        gpu = await self.node.index_of(pod)
+        rig.machine.processes.start(gpu, pid, kind, memory_mib)
+        if kind is ProcessKind.COMPUTE:
+            self.turns.setdefault(gpu, set()).add(pid)
         self.shares[pid] = percent
         return pid
 
     async def run(self) -> None:
         """Sample all of them, for ever."""
         while True:
-            for pid, percent in self.shares.items():
-                self.node.rig.machine.processes.work(pid, percent)
+            processes = self.node.rig.machine.processes
+            for pids in self.turns.values():
+                processes.take_turns({pid: self.shares[pid] for pid in pids})
+            for pid in self.shares.keys() - {pid for pids in self.turns.values() for pid in pids}:
+                processes.work(pid, self.shares[pid])
             await anyio.sleep(0.25)
 
 
