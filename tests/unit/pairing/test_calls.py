@@ -1,5 +1,7 @@
 """Calls that come late, at once, twice or against the promise; units that are set aside between them."""
 
+import asyncio
+
 import anyio
 import pytest
 
@@ -23,6 +25,23 @@ async def test_an_agent_killed_between_the_halves_ends_on_one_gpu() -> None:
 
         await kubelet.admit(pod("b", share("main", 50, 20)), killed)
         assert index(kubelet, ("default", "b")) == [1]
+
+
+async def test_those_whom_a_reading_wakes_run_after_the_answer() -> None:
+    """They wait for the new record; the pod waits for the answer."""
+    kubelet, woken = KubeletModel(), list[bool]()
+    waiting = pod("a", share("main", 10, 5))
+    kubelet.api[waiting.key], kubelet.taken_up[waiting.key] = waiting, Admission(waiting)
+    look = kubelet.look
+
+    async def looking(deadline: float = 1.0) -> Record:
+        asyncio.get_running_loop().call_soon(woken.append, True)
+        return await look(deadline)
+
+    kubelet.look = looking  # type: ignore[method-assign]
+    pool = next(iter(kubelet.pairing.ledger.pools.values()))
+    assert len(await kubelet.pairing.prefer(PairMember.CORE, 10, pool.cores)) == 10
+    assert not woken
 
 
 async def test_half_pairs_expire() -> None:
