@@ -106,7 +106,7 @@ async def _switches_and_is_quiet(rig: EmbeddedRig, patches: Patches) -> None:
     assert len(patches.of("taint")) == len(patches.of("untaint")) == 1
     await anyio.sleep(3)
     assert not tainted(rig)
-    # What was patched successfully is not patched again, also where the kubelet told its figures first.
+    # What was patched successfully is not patched again, also where the kubelet's own figures came first.
     # Two writes for what goes, and one for each list of the pair that a busy kubelet takes in by itself.
     assert len(set(patches.figures)) == len(patches.figures) <= 4
 
