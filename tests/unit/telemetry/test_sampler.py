@@ -125,6 +125,9 @@ class AtOnce:
     async def run(self, call: Callable[[], None], **_: object) -> None:
         call()
 
+    def hangs(self, _: object) -> bool:
+        return False
+
 
 async def rounds_beside(waits: Callable[[float], bool]) -> list[tuple[str, float]]:
     """When the first two rounds read and published; `waits`: whether pods wait at a time."""
