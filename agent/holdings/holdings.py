@@ -331,14 +331,42 @@ class HoldingsWatch:
             for uid, pod in self._record.pods.items()
             if pod.key and any(each in holdings and each not in listed for each in pod.holdings.values())
         }
-        if doubted and self.ask_after:
-            await self.ask_after(doubted)
+        if doubted:
+            await self._ask_after(doubted)
+        return self._record.joined
+
+    async def confirm_names(self, names: Collection[PodKey]) -> Record | None:
+        """The same of all that pods of these names hold and the kubelet does not list; None: that is nothing.
+
+        As with plain init containers, and with a pod whose name is another's by now.
+        """
+        listed = {id(each) for each in self._record.listed.holdings}
+        doubted = {
+            uid: pod.key
+            for uid, pod in self._record.pods.items()
+            if pod.key and pod.key in names and any(id(each) not in listed for each in pod.holdings.values())
+        }
+        if not doubted:
+            return None
+        await self._ask_after(doubted)
+        return self._record.joined
+
+    async def _ask_after(self, pods: Mapping[str, PodKey]) -> None:
+        if self.ask_after:
+            await self.ask_after(pods)
             before = self._record
-            entries, view = before.entries, self.view()
-            self._record = join(before, before.listed, entries, view, same_kubelet=True, fresh=False)
+            self._record = join(
+                before, before.listed, before.entries, self.view(), same_kubelet=True, fresh=False
+            )
             if self.problem is None:
                 self._publish()
-        return self._record.joined
+
+    def through(self, record: Record, pods: Collection[PodKey]) -> None:
+        """Take in that the admission of these is over. It says nothing once `record` is not the newest."""
+        before = self._record
+        if record.began == before.listed.began:
+            newcomers = before.joined.newcomers.difference(pods)
+            self._record = replace(before, joined=replace(before.joined, newcomers=newcomers))
 
     def _joined(self, listed: Record, entries: Entries, kubelet: Identity | None, *, read: bool) -> Record:
         """The record by this reading; it is kept unless one that began later was answered before."""

@@ -343,6 +343,7 @@ def join(
         frozenset(uid for uid, each in view.pods.items() if each.devices and not each.finished)
         | (pods.keys() & named.keys()) - finished,
         parents=before.joined.parents,
+        newcomers=_newcomers(before, listed, same_kubelet=same_kubelet),
         leftover=frozenset(leftover),
         began=listed.began,
         uids=_uids(pods),
@@ -482,6 +483,13 @@ def _uids(pods: Mapping[str, PodEvidence]) -> Mapping[PodKey, str]:
         if pod.key and found.setdefault(pod.key, uid) != uid:
             twice.add(pod.key)
     return {key: uid for key, uid in found.items() if key not in twice} if twice else found
+
+
+def _newcomers(before: Evidence, listed: Record, *, same_kubelet: bool) -> frozenset[PodKey]:
+    """The pods that are listed later than all others; those of before, where no more have come since."""
+    if not same_kubelet or listed.began < before.listed.began:
+        return listed.pods
+    return (listed.pods - before.listed.pods) or (listed.pods & before.joined.newcomers)
 
 
 def _keys(listed: Record) -> frozenset[PodKey]:

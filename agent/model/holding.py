@@ -165,6 +165,9 @@ class Record:
     uids: Mapping[tuple[str, str], str] = field(default_factory=dict)
     away: bool = False  # the API server is asked, and does not say now which pods there are
     parents: Mapping[str, str] = field(default_factory=dict)  # instance -> its GPU, both by UUID
+    # Pods of which the kubelet may be admitting one. It takes up one after the other: all that were listed
+    # before others are admitted by now, or rejected.
+    newcomers: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False)
     # Units of pods that are over which the kubelet's checkpoint still names: one that has just started offers
     # them to nobody before it has heard of all pods.
     leftover: frozenset[str] = field(default=frozenset(), compare=False)

@@ -52,7 +52,9 @@ class ClusterPods(PodSource):
         return reflector.synced and reflector.problem is None
 
     def pods_on_node(self) -> Collection[Pod]:
-        return self._cache.pods().values()
+        pods = self._cache.pods()
+        over = self._over.keys() & pods.keys()
+        return [pod for uid, pod in pods.items() if uid not in over] if over else pods.values()
 
     def inform(self, record: HoldingsWatch) -> None:
         """Have the record of who holds what know the pods of its node."""
@@ -62,9 +64,10 @@ class ClusterPods(PodSource):
     async def get(self, namespace: str, name: str) -> Pod | None:
         """One pod by a GET, unless the watch has shown it meanwhile."""
         try:
-            return _bound(await self._cache.get(namespace, name))
+            pod = await self._cache.get(namespace, name)
         except ApiError as error:
             raise _unavailable(error) from error
+        return await self.fetch(namespace, name) if pod and pod.uid in self._over else _bound(pod)
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:
         return _bound(await self._read(namespace, name))

@@ -217,6 +217,11 @@ class Facts:
     def known(self) -> bool:
         return not (self.unknown or self.problem)
 
+    @property
+    def unseen(self) -> frozenset[PodKey]:
+        """Pods that the API server does not know and that may be asking, as a static one without a mirror."""
+        return self.absent & self.record.newcomers if self.record else frozenset()
+
 
 @dataclass
 class _Answers:
@@ -225,6 +230,9 @@ class _Answers:
     # By a pod's names, or by the UID of an older copy. None: there is no such pod.
     pods: dict[PodKey | str, Pod | PodsUnavailable | None] = field(default_factory=dict)
     told: set[PodKey] = field(default_factory=set)  # whose failures were logged
+    there: frozenset[str] | None = None  # UIDs of the pods that it had when it was asked for all first
+    unseen: frozenset[PodKey] | None = None  # those of all facts of the call
+    named: set[PodKey] = field(default_factory=set)  # whose holders it was asked for
     useless: bool = False  # it did answer, with a refusal or what is no pod: that is not waited for
 
     async def ask(self, which: PodKey | str, key: PodKey, read: Callable[..., Awaitable[Pod | None]]) -> None:
@@ -240,6 +248,9 @@ class _Answers:
             if key not in self.told:
                 self.told.add(key)
                 log.info("pod_unreadable", pod="/".join(key), problem=str(error))
+
+    def saw(self, unseen: frozenset[PodKey]) -> None:
+        self.unseen = unseen if self.unseen is None else self.unseen & unseen
 
     def forget(self, alike: Collection[PodKey]) -> None:
         """Have these and those that were asked for in vain be asked for again."""
@@ -320,9 +331,8 @@ class RequesterResolver:
             facts = await self._facts(member, give_up - anyio.current_time(), asked)
             found = self._askers(member, size, facts, reservations)
             if not found and facts.record:
-                # A listed pod whose known copy is over may have a namesake by now.
-                over = [key for key, pod in facts.pods.items() if pod.finished or pod.ending]
-                facts = await self._fetched(facts, facts.record, over, member, asked)
+                # A listed pod whose known copy, or whose holder, is over may have a namesake by now.
+                facts = await self._of(facts.record, facts.record.pods, member, asked)
                 found = self._askers(member, size, facts, reservations)
             if len(found) == 1:
                 before, facts = facts, await self._confirmed(facts, found[0], asked)
@@ -334,11 +344,8 @@ class RequesterResolver:
                 # by the next kubelet. The first is beside an admission, whose own call then waits; the second
                 # before that kubelet has heard of others, and by now who was just rejected is out.
                 found = [each for each in found if not each.pod.started] or found
-            # A static pod that is being admitted is listed, and its mirror not there yet; without a record
-            # nobody says whether one is. Who runs, or was turned away, is not it.
-            unseen = facts.absent or facts.record is None
-            turned_away = facts.absent and any(each.pod.uid in refused for each in found)
-            alike = len(found) > 1 or turned_away or (unseen and any(each.pod.started for each in found))
+            asked.saw(facts.unseen)
+            alike = len(found) > 1 or _others_may_ask(facts, found, refused)
             if found and not alike and facts.known and not found[0].pod.ending:
                 return facts, found[0]
             now = anyio.current_time()
@@ -358,11 +365,17 @@ class RequesterResolver:
                 asked.forget([each.pod.key for each in found] if facts.known else [])
                 if len(found) == 1 and now - absent_asked >= AWAY_PAUSE_SECONDS:
                     absent_asked = now  # they may be many
-                    asked.forget(facts.absent)
+                    asked.forget(facts.unseen)
             pauses.longest = LONGEST_PAUSE_SECONDS if facts.known else AWAY_PAUSE_SECONDS
             pause = pauses.next()
             await anyio.sleep(pause if attempt < TRIES else min(pause, until - now))
+        self._turned_away(facts, asked, alone=alone(), waited=now - began)
         raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
+
+    def _turned_away(self, facts: Facts, asked: _Answers, *, alone: bool, waited: float) -> None:
+        """A call ends after so many seconds. Had one of the unseen come beside it, its own would wait now."""
+        if facts.record and asked.unseen and alone and waited >= AWAY_PAUSE_SECONDS:
+            self._record.through(facts.record, asked.unseen)
 
     async def confirmed(self, record: Record) -> Record:
         """The record after the API server was asked for holders that the kubelet does not list."""
@@ -378,19 +391,55 @@ class RequesterResolver:
         record = await self.record(deadline)
         if record is None:
             return await self._by_the_server(asked)
+        shown = {pod.key for pod in self._source.pods_on_node()}
+        return await self._of(record, record.pods - shown, member, asked)
+
+    async def _of(
+        self, record: Record, doubted: frozenset[PodKey], member: PairMember, asked: _Answers
+    ) -> Facts:
+        """By a record, after the API server was asked, once in a call, for holders of these names.
+
+        Some ended unseen, and the checkpoint names them: what they held would count as had by the next.
+        """
+        names = doubted - asked.named
+        asked.named |= names
+        record = (names and await self._record.confirm_names(names)) or record
         # A pod may have followed another of the same name: the one that goes is not asking.
         known = sorted(self._source.pods_on_node(), key=lambda pod: not (pod.finished or pod.ending))
-        facts = Facts(record, pods := {pod.key: pod for pod in known})
-        return await self._fetched(facts, record, record.pods - pods.keys(), member, asked)
+        pods = {pod.key: pod for pod in known}
+        # Under a mute watch a copy that asks for the resource, or came last, may be of the one before, too.
+        named, resource = [pods[key] for key in doubted & pods.keys()], resource_of(self._pair, member)
+        asking = {pod.key for pod in named if any(each.limits.get(resource) for each in pod.containers)}
+        over = {pod.key for pod in named if pod.finished or pod.ending}
+        old = asking | over | (record.newcomers & pods.keys() & doubted)
+        # Fresh copies of those that are listed and lack something of the member.
+        keys = record.pods - pods.keys() | old
+        listed = [Holder(*each) for each in record.containers if each[:2] in keys] if keys else []
+        missing = {one.pod_key for one in listed if (one, member) not in self.held(record).by_place}
+        if not missing:
+            return Facts(record, pods)  # at once: those whom the reading has woken would have the turn first
+        with anyio.move_on_after(MISS_SECONDS):
+            async with anyio.create_task_group() as group:
+                for key in missing:
+                    read = self._source.fetch if key in old else self._source.get
+                    group.start_soon(asked.ask, key, key, read)
+        said = {key: asked.pods[key] for key in missing}
+        fresh = {key: pod for key, pod in said.items() if isinstance(pod, Pod)}
+        absent = frozenset(key for key, pod in said.items() if pod is None)
+        return Facts(record, {**pods, **fresh}, frozenset(missing - fresh.keys() - absent), absent)
 
     async def _by_the_server(self, asked: _Answers) -> Facts:
         """All pods of the node, read now: a watch may be mute, and no record shows what has come since."""
         try:
-            return Facts(None, {pod.key: pod for pod in await self._source.list_now()})
+            pods = await self._source.list_now()
         except PodsUnavailable as error:
             log.warning("pods_unavailable", problem=str(error))
             asked.useless = not error.away
             return Facts(None, {}, problem=str(error))
+        # The kubelet had heard of the one that asks when it called.
+        if asked.there is None:
+            asked.there = frozenset(pod.uid for pod in pods)
+        return Facts(None, {pod.key: pod for pod in pods if pod.uid in asked.there})
 
     async def _confirmed(self, facts: Facts, asker: Asker, asked: _Answers) -> Facts:
         """With a fresh copy of the only one that may be asking, where the copy may be of a pod that is over.
@@ -411,28 +460,21 @@ class RequesterResolver:
             return replace(facts, pods=pods, absent=facts.absent | {pod.key})
         return replace(facts, pods={**facts.pods, pod.key: fresh})
 
-    async def _fetched(
-        self, facts: Facts, record: Record, keys: Collection[PodKey], member: PairMember, asked: _Answers
-    ) -> Facts:
-        """With fresh copies of those pods that are listed and lack something of a member."""
-        listed = [Holder(*names) for names in record.containers if names[:2] in keys] if keys else []
-        missing = {one.pod_key for one in listed if (one, member) not in self.held(record).by_place}
-        if not missing:
-            return facts  # at once: those whom the reading has woken would have the turn first
-        with anyio.move_on_after(MISS_SECONDS):
-            async with anyio.create_task_group() as group:
-                for key in missing:
-                    group.start_soon(asked.ask, key, key, self._source.get)
-        said = {key: asked.pods[key] for key in missing}
-        fresh = {key: pod for key, pod in said.items() if isinstance(pod, Pod)}
-        absent = {key for key, pod in said.items() if pod is None}
-        unknown = missing - fresh.keys() - absent
-        return Facts(record, {**facts.pods, **fresh}, facts.unknown | unknown, facts.absent | absent)
+
+def _others_may_ask(facts: Facts, found: Collection[Asker], refused: Collection[str]) -> bool:
+    """Whether a pod that nobody can see may be asking in the place of the one that was found.
+
+    A static pod that is being admitted is listed, and its mirror is not there yet. Without a record nobody
+    says whether one is: who runs, or was turned away, is not believed then.
+    """
+    if facts.record is None:
+        return any(each.pod.started or each.pod.uid in refused for each in found)
+    return bool(facts.unseen and found)
 
 
 def _nobody(facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:
     waiting = [each.pod.key for each in found if not each.pod.ending or len(found) > 1]
-    unseen = facts.unknown | facts.absent if waiting else facts.unknown
+    unseen = facts.unknown | facts.unseen if waiting else facts.unknown
     keys = list(dict.fromkeys([*waiting, *sorted(unseen)]))
     if facts.problem:
         text = (

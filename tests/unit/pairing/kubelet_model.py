@@ -152,6 +152,17 @@ class KubeletModel(PodSource):
         )
         return self._record.joined
 
+    async def confirm_names(self, names: Collection[Key]) -> None:
+        """Nobody's name is another's."""
+
+    def through(self, record: Record, pods: Collection[Key]) -> None:
+        """The admission of these is over."""
+        del record
+        joined = self._record.joined
+        self._record = replace(
+            self._record, joined=replace(joined, newcomers=joined.newcomers.difference(pods))
+        )
+
     def _view(self) -> View:
         pods = {each.uid: each for each in self.api.values() if each.uid not in self.over}
         return View(pods if self.specs_readable else {}, self.specs_readable, over=self.over)
@@ -235,6 +246,10 @@ class KubeletModel(PodSource):
         """All healthy IDs."""
         pools = self.pairing.ledger.pools.values()
         return frozenset().union(*(pool.id_set(member) for pool in pools if pool.offerable))
+
+    def free_cores(self) -> list[str]:
+        """IDs of cores that the kubelet offers in a call."""
+        return sorted(self.listed(PairMember.CORE) - self.in_use(PairMember.CORE))
 
     async def admit(self, new: Pod, interrupt: Callable[[int], None] = undisturbed) -> None:
         """Take a pod up and give its containers devices. Raises Refused, AgentKilled; then it holds nothing.

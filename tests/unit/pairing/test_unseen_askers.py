@@ -1,10 +1,13 @@
 """A static pod asks whose mirror the API server has not got yet: its share goes to no other."""
 
+from contextlib import nullcontext
+
+import anyio
 import pytest
 
 from agent.model.holding import PairMember
 from agent.model.pod import Container, Pod
-from agent.pairing.resolver import PairRefused
+from agent.pairing.resolver import DOUBT_SECONDS, PairRefused
 from tests.pods import changed
 from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
 from tests.virtual_time import in_virtual_time
@@ -38,9 +41,116 @@ async def test_static_pods_share_is_not_given_to_a_pod_that_was_just_turned_away
     kubelet.api[rejected.key] = rejected
     kubelet.taken_up = {each.key: Admission(each) for each in (rejected, static)}
     kubelet.pairing.turn_away(rejected, "was refused")
-    free = sorted(kubelet.listed(PairMember.CORE))
+    free = kubelet.free_cores()
     with pytest.raises(PairRefused):
         await kubelet.pairing.prefer(PairMember.CORE, 30, free)
+
+
+@in_virtual_time
+async def test_without_a_record_one_that_came_after_the_call_is_not_the_asker() -> None:
+    """As storm 1000177: the kubelet asks for no pod before the API server has it, but for a static one."""
+    kubelet = KubeletModel()
+    kubelet.records_readable = False
+    came = pod("came", share("main", 30, 10))
+
+    async def comes() -> None:
+        await anyio.sleep(0.1)
+        kubelet.api[came.key] = came
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(comes)
+        with pytest.raises(PairRefused):
+            await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+    assert len(await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())) == 30
+
+
+@pytest.mark.parametrize("listed", ["a reading before it", "before it", "after it", "a reading after it"])
+@in_virtual_time
+async def test_static_pods_share_is_not_given_to_one_that_waits(listed: str) -> None:
+    """Another plugin has just ended the one that waits by the API server; kubelets before 1.34 list it on."""
+    kubelet = KubeletModel()
+    static = Admission(pod("static-node1", share("main", 30, 10)))
+    waits = Admission(pod("waits", share("main", 30, 10)))
+    kubelet.api[waits.pod.key] = waits.pod
+    for each in [static, waits] if "after" in listed else [waits, static]:
+        kubelet.taken_up[each.pod.key] = each
+        if "reading" in listed:
+            await kubelet.refresh()
+    # The kubelet admits one after the other: one that is listed before another is through.
+    is_through = listed == "a reading after it"
+    with nullcontext() if is_through else pytest.raises(PairRefused):
+        await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+    assert (anyio.current_time() >= DOUBT_SECONDS) is not is_through
+
+
+@in_virtual_time
+async def test_mirror_that_comes_a_moment_later_costs_no_admission() -> None:
+    kubelet = KubeletModel()
+    static, new = pod("static-node1", Container("main", {})), pod("new", share("main", 30, 10))
+    kubelet.taken_up = {each.key: Admission(each) for each in (static, new)}
+    kubelet.api[new.key] = new
+
+    async def mirrored() -> None:
+        await anyio.sleep(0.1)
+        kubelet.api[static.key] = static
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(mirrored)
+        assert await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+    assert anyio.current_time() < 1
+
+
+@in_virtual_time
+async def test_static_pod_whose_mirror_never_comes_holds_nobody_up() -> None:
+    """It wants no GPU, and others came after it. One that was admitted without its resource asks later."""
+    kubelet = KubeletModel()
+    runs = pod("runs", share("main", 30, 10), phase="Running", started=True)
+    kubelet.api[runs.key] = runs
+    static = pod("static-node1", Container("main", {}))
+    for each in (runs, static):
+        kubelet.taken_up[each.key] = Admission(each)
+        await kubelet.refresh()
+    await kubelet.admit(pod("new", share("main", 20, 5)))
+    assert await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+    assert anyio.current_time() < 1
+
+
+@in_virtual_time
+async def test_static_pod_without_mirror_costs_one_start_at_most() -> None:
+    """No admission has come after it. Who asked was turned away: if it was the static pod, for good."""
+    kubelet = KubeletModel()
+    runs = pod("runs", share("main", 30, 10), phase="Running", started=True)
+    kubelet.api[runs.key] = runs
+    static = pod("static-node1", Container("main", {}))
+    kubelet.taken_up = {each.key: Admission(each) for each in (runs, static)}
+    for _ in range(2):  # the next kubelet admits all pods again
+        with pytest.raises(PairRefused, match="any of default/runs, default/static-node1"):
+            await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+        before = anyio.current_time()
+        assert await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+        assert anyio.current_time() - before < 1
+        kubelet.now += 60
+        kubelet.heard = set(kubelet.taken_up)
+        await anyio.sleep(60)
+
+
+@in_virtual_time
+async def test_call_that_ends_says_nothing_of_a_pod_whose_own_stands_in_line() -> None:
+    """A container starts beside the admission of the static pod, which has been listed and asks next."""
+    kubelet = KubeletModel()
+    runs = pod("runs", share("main", 30, 10), phase="Running", started=True)
+    static = pod("static-node1", share("main", 30, 10))
+    kubelet.api[runs.key] = runs
+    kubelet.taken_up = {each.key: Admission(each) for each in (runs, static)}
+
+    async def ask(after: float) -> None:
+        await anyio.sleep(after)
+        with pytest.raises(PairRefused):
+            await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask, 0)
+        group.start_soon(ask, 5)
 
 
 class Counting(KubeletModel):
@@ -62,5 +172,5 @@ async def test_absent_pods_are_not_asked_for_again_and_again(alike: str) -> None
     kubelet.api = {each.key: each for each in there}
     kubelet.taken_up = {each.key: Admission(each) for each in (*gone, *there)}
     with pytest.raises(PairRefused):
-        await kubelet.pairing.prefer(PairMember.CORE, 30, sorted(kubelet.listed(PairMember.CORE)))
+        await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
     assert kubelet.asked <= 10 * len(gone)

@@ -1,0 +1,150 @@
+"""The first pod of a name came and went while the watch said nothing: the next one is served as itself."""
+
+from typing import Any, cast
+
+import anyio.lowlevel
+import msgspec
+import pytest
+
+from agent.cluster.pods import PodCache
+from agent.holdings.holdings import HoldingsWatch
+from agent.holdings.record import Entries
+from agent.model.holding import Holding, PairMember, Record
+from agent.model.pod import VGPU, Container, Pod, Stage
+from agent.pairing.cluster_pods import ClusterPods
+from agent.pairing.pair_rules import PairRules
+from agent.pairing.pairing import Pairing
+from agent.pairing.resolver import PairRefused, RequesterResolver
+from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
+from tests.virtual_time import in_virtual_time
+
+
+class Node:
+    """A kubelet's list and checkpoint, the API server's pods, and an agent whose watch is mute."""
+
+    def __init__(self, *listed: Pod) -> None:
+        self.listed, self.api = listed, {each.key: each for each in listed}
+        self.held: list[Holding] = []  # by the kubelet's list
+        self.entries: dict[tuple[str, str, str], frozenset[str]] = {}
+        self.gets: list[tuple[str, str]] = []
+        self.cache = PodCache(cast("Any", None), "node1")
+        self.cache.fetch = self._fetch  # type: ignore[method-assign]
+        self.cache.reflector.synced, self.cache.reflector.problem = True, None
+        source = ClusterPods(self.cache)
+        record = HoldingsWatch(cast("Any", self))
+        record._entries = self._entries  # type: ignore[method-assign]
+        source.inform(record)
+        model = KubeletModel(gpus=1)
+        self.pairing = Pairing(PairRules(VGPU), RequesterResolver(VGPU, record, source))
+        self.pairing.set_pools(model.pairing.ledger.pools.values())
+        self.free = sorted(model.free_cores())
+
+    def watched(self, *pods: Pod) -> None:
+        """The watch's copy."""
+        self.cache.reflector.items.publish({each.uid: each for each in pods})
+
+    path = None
+
+    async def list(self, deadline: float) -> Record:
+        """A reading of PodResources, which show no plain init container."""
+        del deadline
+        await anyio.lowlevel.checkpoint()
+        names = [
+            (*pod.key, each.name)
+            for pod in self.listed
+            for each in pod.containers
+            if each.stage is not Stage.INIT
+        ]
+        return Record(tuple(self.held), tuple(names))
+
+    async def _entries(self) -> Entries:
+        return dict(self.entries)
+
+    async def _fetch(self, namespace: str, name: str) -> Pod | None:
+        self.gets.append((namespace, name))
+        return self.api.get((namespace, name))
+
+    async def ask(self, cores: int) -> str:
+        """UID of the pod that is granted so many."""
+        ids = await self.pairing.prefer(PairMember.CORE, cores, self.free)
+        return (await self.pairing.allocate(PairMember.CORE, ids)).pod.uid
+
+
+def bound(uid: str, *containers: Container, **traits: Any) -> Pod:
+    """A pod of the name `web-0` that is bound to the node."""
+    return bind(pod("web-0", *containers, uid=uid, **traits))
+
+
+def bind(made: Pod) -> Pod:
+    """The pod, bound to the node."""
+    return msgspec.structs.replace(made, spec=msgspec.structs.replace(made.spec, node_name="node1"))
+
+
+async def replaced(before: Pod, after: Pod, *, shown: bool) -> Node:
+    """The kubelet goes from one pod to the next of its name; the watch says nothing, or shows the first."""
+    node = Node(before)
+    last = before.containers[-1].name
+    held = frozenset(node.free[:20])
+    for each in before.containers:
+        node.entries[before.uid, each.name, VGPU.core] = held
+    node.held = [Holding(*before.key, last, VGPU.core, tuple(held))]
+    if shown:
+        node.watched(before)
+    await node.pairing.reconcile()
+    node.listed, node.held, node.api = (after,), [], {after.key: after}
+    return node
+
+
+BARE = (share("main", 20, 5),)
+PREPARED = (share("prepare", 20, 5, Stage.INIT), share("main", 20, 5))
+
+
+@pytest.mark.parametrize(
+    ("containers", "phase", "shown"),
+    [
+        (BARE, "Pending", False),
+        (BARE, "Pending", True),
+        (BARE, "Running", True),
+        (PREPARED, "Pending", False),
+        (PREPARED, "Running", True),
+    ],
+)
+@in_virtual_time
+async def test_the_next_pod_of_a_name_is_served_though_the_checkpoint_names_the_one_before(
+    containers: tuple[Container, ...], phase: str, *, shown: bool
+) -> None:
+    """As storm 1000123: what the first held counted as the next one's, and nobody was left to ask."""
+    before, after = bound("uid-1", *containers, phase=phase), bound("uid-2", *containers)
+    node = await replaced(before, after, shown=shown)
+    node.entries = {key: ids for key, ids in node.entries.items() if key[1] != "main" or containers is BARE}
+    assert await node.ask(20) == "uid-2"
+    # Once for the one before, once for the next, in each of both calls at most.
+    assert len(node.gets) <= 4
+
+
+@pytest.mark.parametrize("last", [False, True])
+@in_virtual_time
+async def test_the_next_pod_of_a_name_asks_for_what_no_copy_of_a_mute_watch_does(*, last: bool) -> None:
+    """As storm 1000123: the copy is of the one before, which wanted less and was deleted by force."""
+    before = bound("uid-1", *BARE, phase="Running")
+    after = bound("uid-2", share("prepare", 30, 5, Stage.INIT), share("main", 30, 5))
+    node = await replaced(before, after, shown=True)
+    node.entries = {}
+    if not last:  # the kubelet has listed another one since, and both names stay
+        other = pod("other", Container("main", {}))
+        node.listed = (before, other)
+        node.watched(before, other)
+        await node.pairing.reconcile()
+        node.listed, node.api[other.key] = (after, other), bind(other)
+    assert await node.ask(30) == "uid-2"
+    assert len(node.gets) <= 4
+
+
+@in_virtual_time
+async def test_holder_that_lives_keeps_what_the_kubelet_does_not_list() -> None:
+    """And it is asked for once in a call, however often that looks."""
+    before = bound("uid-1", *BARE, phase="Running")
+    node = await replaced(before, before, shown=False)
+    with pytest.raises(PairRefused, match="no pod of this node is known to wait"):
+        await node.ask(20)
+    assert node.gets == [before.key]
