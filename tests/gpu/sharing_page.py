@@ -66,7 +66,10 @@ def write(report: Report, file: Path) -> Path:
 def render(report: Report) -> str:
     """The page."""
     title = "Simulation: vGPU on a simulated GPU" if report.simulated else "vGPU on hardware"
-    parts = [f"# {title}\n", f"Written by `make test-gpu` on {report.machine}.\n"]
+    parts = [
+        f"# {title}\n",
+        f"For administrators; three minutes. Written by `make test-gpu` on {report.machine}.\n",
+    ]
     if report.simulated:
         parts += ["**None of these figures is a claim about hardware**: kernels are timers here.\n"]
     parts += [

@@ -60,7 +60,7 @@ def render(rows: Sequence[Row], machine: str) -> str:
     """The page."""
     parts = [
         "# MPS on hardware\n",
-        f"Written by `make test-gpu TABLE=...` on {machine}.\n",
+        f"For administrators; three minutes. Written by `make test-gpu TABLE=...` on {machine}.\n",
         f"Each client launches one kernel after the other and waits for it, for {SECONDS} s. Throughput",
         "is that of all clients together, p50 the median client's, p99 the worst client's; changes are",
         "against time slices with as many clients. *Capped*: each client has 100/n percent of the",
