@@ -176,9 +176,10 @@ class GpuMonitor:
             await self._pause(self._seconds, gather=GATHER_SECONDS)
 
     async def _read_links(self, gpus: tuple[Gpu, ...]) -> None:
-        reading = LinkReading(self._nvml, gpus)
+        hung = [gpu.uuid for gpu in gpus if self._calls.hangs(gpu.uuid)]
+        reading = LinkReading(self._nvml, gpus, hung)
         try:
-            topology = await self._calls.run(reading.run, progress=reading.got_on)
+            topology = await self._calls.run(reading.run, progress=reading.got_on, about=reading.about)
         except NvmlHung as error:
             log.warning("links_unreadable", problem=str(error), consequence="GPUs are chosen by index")
             return

@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,12 +24,21 @@ UNKNOWN_LEVEL = -1
 
 
 class LinkReading:
-    """One reading on its way through a worker thread. A link that a GPU does not report counts as none."""
+    """One reading on its way through a worker thread. A link that a GPU does not report counts as none.
 
-    def __init__(self, nvml: NvmlPort, gpus: Sequence[Gpu]) -> None:
+    `without` are the UUIDs of GPUs that are not asked.
+    """
+
+    def __init__(self, nvml: NvmlPort, gpus: Sequence[Gpu], without: Collection[str] = ()) -> None:
         self._nvml = nvml
         self._gpus = gpus
+        self._without = frozenset(without)
+        self._asked: str | None = None
         self._at = time.monotonic()
+
+    def about(self) -> str | None:
+        """The UUID of the GPU that is being asked."""
+        return self._asked
 
     def got_on(self) -> float:
         """When the newest call began, on `time.monotonic()`'s clock."""
@@ -46,7 +55,9 @@ class LinkReading:
         return Topology.of([gpu.uuid for gpu in self._gpus], pairs)
 
     def _wires(self, gpu: Gpu) -> Wires:
-        self._at = time.monotonic()
+        if gpu.uuid in self._without:
+            return Wires()
+        self._at, self._asked = time.monotonic(), gpu.uuid
         try:
             links = self._nvml.links(gpu.uuid)
         except NvmlError:
@@ -54,7 +65,9 @@ class LinkReading:
         return count_wires((link.peer.value, link.remote_bus_id) for link in links)
 
     def _level(self, one: str, other: str) -> int:
-        self._at = time.monotonic()
+        if not self._without.isdisjoint((one, other)):
+            return UNKNOWN_LEVEL
+        self._at, self._asked = time.monotonic(), one
         try:
             return int(self._nvml.ancestor(one, other))
         except NvmlError:

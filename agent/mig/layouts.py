@@ -256,7 +256,7 @@ class Layouts:
             self._making.discard(intention)
 
     async def _make(self, state: GpuState, course: _Course, steps: Steps) -> bool:
-        """Make what has room. Raises the first failure, when all others were tried."""
+        """Make what has room. Raises the first failure, when all others were tried or one hangs."""
         failure: NvmlError | None = None
         for making in steps.makeable:
             profile = making.profile
@@ -265,12 +265,16 @@ class Layouts:
             intention = Made(state.uuid, profile.number, making.start)
             await self._book.note(intention)
             try:
-                await self._node.calls.run(self.make_instance, intention, profile, deadline=CALL_SECONDS)
+                await self._node.calls.run(
+                    self.make_instance, intention, profile, deadline=CALL_SECONDS, about=lambda: state.uuid
+                )
             except NvmlError as error:
                 self.changes["make", "failed"] += 1
                 if not isinstance(error, NvmlHung | NvmlLeftOver):
                     self._book.retract(intention)
                 failure = failure or _of(making, error)
+                if isinstance(error, NvmlHung):
+                    break  # others would hang as well, and count against the GPU until it is asked nothing
                 continue
             self._changed(state, "make", profile.name, making.start)
         if failure:

@@ -1,6 +1,7 @@
 """The wing of MIG: instances that are there are offered, live, and made and destroyed as layouts say."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -178,9 +179,12 @@ class MigWing(Wing):
     async def _measure(self) -> None:
         while True:
             used: dict[str, int] = {}
-            for instance in [each.uuid for gpu in self._offered() for each in gpu.instances]:
+            for uuid, instance in [(gpu.uuid, of.uuid) for gpu in self._offered() for of in gpu.instances]:
+                about = partial(str, uuid)  # instances that hang are no more than the one GPU that does
                 try:
-                    used[instance] = await self._node.calls.run(self._node.nvml.instance_memory, instance)
+                    used[instance] = await self._node.calls.run(
+                        self._node.nvml.instance_memory, instance, about=about
+                    )
                 except NvmlError:  # NVML is closed, or it is gone: missing rather than wrong
                     continue
             self._used = used

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
@@ -106,7 +107,8 @@ class WorkerThread:
         into NVML, from when it last got on: `progress` answers that on `time.monotonic()`'s clock.
         Past it NvmlHung is raised, and raised again at once for the same call with the same arguments
         until it comes back: a sick GPU that is asked at every tick must not use up a thread each time.
-        `about` answers which GPU the call is about now; None: the one that the first argument names.
+        `about` answers which GPU the call is about, now and while it hangs; its answer None: not known yet.
+        Without it that is the GPU that the first argument names, or else the call is a subject of its own.
         Cancellation is held back until the call is over, so that NVML is never closed under a call; see
         `end_within`.
         """
@@ -119,8 +121,8 @@ class WorkerThread:
                 raise NvmlHung(NvmlCode.TIMEOUT, what, hung)
             if anyio.current_time() >= self._end or (stuck and self._end < math.inf):
                 raise NvmlHung(NvmlCode.TIMEOUT, what, f"NVML {what} is not called: the agent ends")
-            subject = args[0] if args and isinstance(args[0], str | int) else call
-            if self.hangs(subject):
+            about = about or partial(_named, call, args)
+            if (subject := about()) is not None and self.hangs(subject):
                 text = f"{MOST_OF_ONE} NVML calls about {subject} hang in thread {self.name}"
                 raise NvmlHung(NvmlCode.TIMEOUT, what, text)
             if len({given_up.about() for given_up in self._given_up}) >= MOST_STUCK:
@@ -136,7 +138,7 @@ class WorkerThread:
             worker.jobs.put(job)
             await self._finish(job, seconds, progress)
             if not job.done.is_set():
-                self._give_up(_GivenUp(worker, call, args, about or (lambda: subject)))
+                self._give_up(_GivenUp(worker, call, args, about))
                 log.error("nvml_call_hangs", call=what, thread=self.name, deadline_seconds=seconds)
                 raise NvmlHung(NvmlCode.TIMEOUT, what, hung)
         # A cancellation that was held back is delivered here, after the call.
@@ -179,6 +181,10 @@ class WorkerThread:
                     await job.done.wait()
                 if progress is not None:
                     end = max(end, progress() + seconds)
+
+
+def _named(call: object, args: tuple[object, ...]) -> object:
+    return args[0] if args and isinstance(args[0], str | int) else call
 
 
 class _Job:

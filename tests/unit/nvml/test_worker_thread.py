@@ -154,6 +154,22 @@ async def test_one_gpu_whose_calls_all_hang_leaves_the_others_theirs(gate: Gate)
     thread.close()
 
 
+async def test_calls_that_say_which_gpu_they_are_about_count_against_that_one_alone(gate: Gate) -> None:
+    thread = WorkerThread("told", deadline=0.02)
+    for number in range(threads.MOST_OF_ONE):
+        with pytest.raises(NvmlHung):
+            await thread.run(gate.hang, f"place {number}", about=lambda: "gpu-0")
+    assert await thread.run("place {}".format, 9, deadline=10, about=lambda: "gpu-1") == "place 9"
+    assert await thread.run("of no one yet".title, deadline=10, about=lambda: None) == "Of No One Yet"
+    with pytest.raises(NvmlHung, match="4 NVML calls about gpu-0 hang in thread told"):
+        await thread.run(gate.hang, "place 9", about=lambda: "gpu-0")
+    with pytest.raises(NvmlHung, match="4 NVML calls about gpu-0 hang in thread told"):
+        await thread.run(gate.hang, "gpu-0")
+    assert thread.stuck == gate.calls == threads.MOST_OF_ONE
+    gate.open()
+    thread.close()
+
+
 async def test_a_cancellation_waits_for_the_call_and_is_then_delivered(gate: Gate) -> None:
     thread = WorkerThread("cancelled", deadline=10)
     after = False
