@@ -231,10 +231,14 @@ class Guard:
         """A question is under way: who keeps it waiting is looked for.
 
         One that is answered in time was kept waiting by nobody. The daemon logs it, which is a sign as well.
+        One that fails may not have reached it.
         """
         timer = asyncio.get_running_loop().call_later(SUSPICION_SECONDS, self._is_overdue)
         try:
             yield
+        except MpsError:
+            self.suspect()
+            raise
         finally:
             timer.cancel()
 

@@ -16,6 +16,7 @@ from agent.mps.connections import Guard, PeersSeen, SilentPeers
 from agent.mps.control_commands import session
 from agent.mps.daemon_parts import DaemonParts, Options, StatusPublisher
 from agent.mps.directories import Directories
+from agent.mps.mps_errors import MpsError, ProgramMissing
 from agent.mps.processes import Process
 from agent.nvml.port import ComputeMode
 from tests.unit.mps.test_connections import Daemon, looked
@@ -56,6 +57,21 @@ async def test_only_a_question_that_waits_has_the_guard_look(monkeypatch: pytest
         with looks.guard.asking(), anyio.fail_after(5):
             while not looks.count:
                 await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+
+
+async def test_a_question_that_cannot_be_put_has_the_guard_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails at once, and the daemon, which has heard nothing, logs nothing: no other sign comes."""
+    looks = Looks(monkeypatch)
+    async with anyio.create_task_group() as group:
+        group.start_soon(looks.guard.run, Process(1, 1))
+        for error in (MpsError("the compute mode cannot be read"), ProgramMissing("no program")):
+            seen = looks.count
+            with pytest.raises(MpsError), looks.guard.asking():
+                raise error
+            with anyio.fail_after(5):
+                while looks.count == seen:
+                    await anyio.sleep(0.01)
         group.cancel_scope.cancel()
 
 

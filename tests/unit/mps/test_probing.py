@@ -1,7 +1,8 @@
 """When a daemon is asked, and what its logs are worth: with a daemon and logs that are played."""
 
 import os
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import anyio
 import pytest
 
 from agent.mps import connections, probing, processes
+from agent.mps.connections import PeersSeen
 from agent.mps.control_commands import ServerState, Survey
 from agent.mps.daemon_logs import ServerLog
 from agent.mps.daemon_parts import DaemonParts, DaemonState, EventReason, Options, StatusPublisher
 from agent.mps.directories import Directories
+from agent.mps.mps_errors import MpsError, ProgramMissing
 from agent.mps.probing import DaemonProber
 from agent.mps.processes import Process
 
@@ -46,6 +49,10 @@ class Scene:
     async def users(self, uuid: str) -> frozenset[int] | None:
         del uuid
         return self.seen_by_driver
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        yield
 
     async def survey(self, server: int | None = None, clients: bool = False) -> Survey:
         self.moments.append(anyio.current_time())
@@ -114,6 +121,31 @@ async def test_faults_by_the_logs_alone_last_the_longer_the_more_there_are(
     await scene.prober._probe()
     assert scene.prober._held_until - now == 0.5
     assert scene.told == 10 * [EventReason.FAULT, EventReason.RECOVERED] + [EventReason.FAULT]
+
+
+@pytest.mark.parametrize("error", [ProgramMissing("no program"), MpsError("the compute mode cannot be read")])
+async def test_silent_peers_are_looked_for_at_each_probe_of_a_daemon_that_cannot_be_asked(
+    error: MpsError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, looks = Scene(ServerState.ACTIVE), 0
+
+    async def hold(lost: bool = False) -> None:
+        raise error
+
+    def look(_daemon: Process) -> PeersSeen:
+        nonlocal looks
+        looks += 1
+        return PeersSeen((), None)
+
+    monkeypatch.setattr(scene, "hold", hold)
+    monkeypatch.setattr(scene.prober._guard._peers, "look", look)
+    async with anyio.create_task_group() as group:
+        group.start_soon(scene.prober._probing, Process(5, 1))
+        group.start_soon(scene.prober._guard.run, Process(5, 1))
+        with anyio.fail_after(10):
+            while looks < 3:
+                await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(
