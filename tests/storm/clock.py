@@ -2,12 +2,13 @@
 
 Everything runs in one thread: what the agent gives to worker threads runs at once, on the loop (`seams`).
 Local sockets hand bytes over inside the system call, so a selector that finds nothing ready is right: only a
-timer can bring news. `time.monotonic`, `time.time` and the clock since boot follow the same clock, so this
-module is imported before the agent is.
+timer can bring news. `time.monotonic`, `time.time`, `datetime.now` and the clock since boot follow the same
+clock, so this module is imported before the agent is.
 """
 
 import asyncio
 import contextvars
+import datetime as dt
 import select
 import selectors
 import socket
@@ -57,12 +58,29 @@ class StormClock(Clock):
 CLOCK: Final = StormClock()
 
 
+_Moment = dt.datetime
+
+
+class _Kind(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _Moment)
+
+
+class _Datetime(_Moment, metaclass=_Kind):
+    """`datetime.datetime`, but for the present, whose moments are `datetime`'s own."""
+
+    @classmethod
+    def now(cls, tz: dt.tzinfo | None = None) -> _Moment:  # type: ignore[override]
+        return _Moment.fromtimestamp(CLOCK.time(), tz)
+
+
 def install() -> None:
     """Have all modules that are imported from now on read the virtual clock. For a process of its own."""
     time.monotonic = CLOCK.monotonic
     time.time = CLOCK.time
     time.time_ns = lambda: int(CLOCK.time() * 1e9)
     time.clock_gettime = CLOCK.gettime
+    dt.datetime = _Datetime  # type: ignore[misc]
 
 
 class _StormSelector(JumpingSelector):

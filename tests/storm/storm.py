@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 from aiohttp import web_app
 
-from tests.storm import attribution, cheaper, parts
+from tests.storm import attribution, chance, cheaper, parts
 from tests.storm.acts import CLAIMS, USERS, Act, calm
 from tests.storm.admission import observe
 from tests.storm.claim_rules import check_claims_settle
@@ -24,6 +24,8 @@ from tests.storm.tempo import pause
 from tests.storm.world import World, world
 
 MORE_FILES = 8  # than before a storm: what is opened once in a process, and mappings that are let go of late
+EVENTS_BETWEEN_FILES = 20  # between two looks at all files, whose digest the history has
+AGENT_LOCK = "agent.lock"  # it holds the number of this process
 # In memory, where there is such a folder: a step writes files.
 SCRATCH = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), None)
 
@@ -56,7 +58,9 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
     random.seed(seed)
     outcome.plan, outcome.families = plan, plan.families
     files = _open_files()
+    chance.install(seed)
     with tempfile.TemporaryDirectory(prefix="gs-", dir=SCRATCH) as folder:
+        chance.install(seed)  # again: how many names there were for the folder is not part of a storm
         async with world(Path(folder), seed, plan.shape, sockets=plan.sockets) as made:
             made.label(plan.label)
             await made.start_agent()
@@ -77,6 +81,8 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
                     _extenders_live(made)
                     await anyio.sleep(pause(plan.tempo, own))
                     outcome.history.append(_state(made))
+                    if number % EVENTS_BETWEEN_FILES == 0:
+                        outcome.history.append(f"  files {_files(made.folder)}")
                     invariants.look()
                 outcome.history.append(f"calm {CLOCK.now:.6f}")
                 await calm(made)
@@ -121,3 +127,12 @@ def _state(made: World) -> str:
     pods = ",".join(f"{key[1]}={pod.phase}" for key, pod in sorted(made.kubelet.api.pods.items()))
     offered = dict(sorted(made.kubelet.allocatable.items()))
     return f"  {CLOCK.now:.6f} {offered} [{pods}] writes={len(made.writes)}"
+
+
+def _files(folder: Path) -> str:
+    """A digest of what lies in a storm's folder, by names and content."""
+    found = hashlib.sha256()
+    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+        if file.name != AGENT_LOCK:
+            found.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return found.hexdigest()[:16]

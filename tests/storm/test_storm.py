@@ -142,8 +142,9 @@ def test_memory_counts_an_undecoded_part_by_its_bytes() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_seed_is_the_same_storm_twice(tmp_path: Path) -> None:
-    arguments = ("--seed", "3", "--seeds", "2", "--steps", "60")
+    # The last has the agent name files by chance, and tears some of them.
+    arguments = ("--only", "3,4,28", "--steps", "200")
     first = _storms(tmp_path / "first", *arguments)[2]["digests"]
-    assert len(first) == 2
+    assert len(first) == 3
     # Whether others ran in this process before does not matter either.
     assert _storms(tmp_path / "second", *arguments, "--jobs", "2")[2]["digests"] == first
