@@ -42,7 +42,8 @@ class ContainerUse:
     utilization: Span | None
     memory_grade: Attribution = Attribution.MEASURED
     utilization_grade: Attribution = Attribution.MEASURED
-    # The GPU's time that it used since it was first seen: measured alone, None before the first such reading.
+    # The GPU's time that it used since it was first seen: measured alone. None before the first such reading
+    # and while the window holds an estimate: a counter that stood still would be the bill of one that idles.
     gpu_seconds: float | None = None
 
 
@@ -50,7 +51,7 @@ class GpuTotal(NamedTuple):
     """The work of all processes of a GPU in a round, as the driver measured it."""
 
     ratio: float  # 0..1 of the GPU
-    others: bool  # processes of no holder worked, too
+    others: bool  # processes of no holder are there, too, or nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,8 @@ class ContainerWatch:
         utilization.add(use.utilization, use.utilization_grade, now)
         if use.utilization_grade is Attribution.MEASURED:
             self._seconds[use.share.key] = self._seconds.get(use.share.key, 0.0) + use.utilization * elapsed
-        seconds = self._seconds.get(use.share.key)
+        measured = utilization.grade is Attribution.MEASURED
+        seconds = self._seconds.get(use.share.key) if measured else None
         return ContainerUse(use, memory.span, utilization.span, memory.grade, utilization.grade, seconds)
 
 

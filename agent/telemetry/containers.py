@@ -215,7 +215,7 @@ class Attributed:
     uses: tuple[Use, ...]
     foreign_memory: int = 0  # of processes outside pods, an MPS server among them
     unknown_memory: int = 0  # of processes that cannot be attributed
-    others_work: bool = False  # processes of no holder do
+    others_work: bool = False  # or may: processes of no holder are there, or nobody knows who is
 
 
 NO_PODS: Mapping[str, Pod] = MappingProxyType({})
@@ -237,6 +237,7 @@ def attribute(
     if sample is None:
         return Attributed(tuple(Use(share) for share in shares))
     split = _Split(shares, owners, pods)
+    split.sort(each.pid for each in sample.processes or ())
     memory, foreign, unknown = _memory(split, sample)
     utilization = _utilization(split, sample, work)
     uses = tuple(
@@ -250,7 +251,12 @@ def attribute(
         )
         for n, share in enumerate(shares)
     )
-    others = any(ratio > 0 and split.of(pid) is None for pid, ratio in (work or {}).items())
+    # Listed ones count as well: of those that take turns the driver need not name each.
+    there = {
+        *(each.pid for each in sample.processes or ()),
+        *(pid for pid, ratio in (work or {}).items() if ratio),
+    }
+    others = sample.processes is None or any(split.of(pid) is None for pid in there)
     return Attributed(uses, foreign, unknown, others)
 
 
@@ -273,6 +279,13 @@ class _Split:
         for number, share in enumerate(shares):
             self._of_pod.setdefault(share.pod_key, []).append(number)
 
+    def sort(self, pids: Iterable[int]) -> None:
+        """Take in the processes that the driver lists."""
+        for pid in pids:
+            number = self.of(pid)
+            if number is not None:
+                self.processes[number].append(pid)
+
     def foreign(self, pid: int) -> bool:
         """Whether the process is known to be in no pod."""
         return pid in self._owners and self._owners[pid] is None
@@ -281,12 +294,15 @@ class _Split:
         """Whether each process is either somebody's or foreign."""
         return all(self.of(pid) is not None or self.foreign(pid) for pid in pids)
 
-    def takes_turns(self, sample: Sample, work: Iterable[int]) -> bool:
-        """Whether processes of several containers, or of none beside them, have the GPU in turn."""
+    def takes_turns(self, sample: Sample, work: Mapping[int, float]) -> bool:
+        """Whether processes of several containers, or of none beside them, have the GPU in turn.
+
+        One of the host's that was not seen at work is left out: a monitor's, by which bills would end.
+        """
         if any(share.mode.row.client_ceiling for share in self.shares):
             return False
         pids = {*(each.pid for each in sample.processes or ()), *work}
-        return len({self.of(pid) for pid in pids}) > 1
+        return len({self.of(pid) for pid in pids if work.get(pid) or not self.foreign(pid)}) > 1
 
     def of(self, pid: int) -> int | None:
         """The position of a process's share; None: it is foreign, or unknown."""
@@ -323,7 +339,6 @@ def _memory(split: _Split, sample: Sample) -> tuple[list[tuple[float, Attributio
         number, used = split.of(each.pid), each.memory_bytes or 0
         if number is not None:
             own[number] = (own[number] or 0.0) + used
-            split.processes[number].append(each.pid)
         elif split.foreign(each.pid):
             foreign += used
         else:

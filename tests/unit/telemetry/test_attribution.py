@@ -83,6 +83,31 @@ def test_of_several_that_take_turns_only_the_sum_is_measured(busy: Mapping[int, 
     assert work(idle) == [(0, MEASURED)] * 3
 
 
+@pytest.mark.parametrize("busy", [{1: 0.8}, {1: 0.8, 9: 0.0}])
+def test_an_idle_process_of_the_host_ends_no_measure_and_may_have_worked_all_the_same(
+    busy: Mapping[int, float],
+) -> None:
+    """Bills go by the one, and corrections of shares by the other."""
+    listed, owners = sample(process(1, 100), process(9, 1)), {1: ref("a"), 9: None}
+    found = attribute([share("a", 1.0, mode=Mode.PGPU)], listed, busy, owners, known("a"))
+    assert work(found) == [(0.8, MEASURED)]
+    assert found.others_work
+    found = attribute([share("a")], listed, {**busy, 9: 0.1}, owners, known("a"))
+    assert work(found) == [(0.8, ESTIMATED)]
+    # One whose owner nobody knows may be a container's.
+    found = attribute([share("a")], listed, busy, {1: ref("a")}, known("a"))
+    assert work(found) == [(0.8, ESTIMATED)]
+
+
+def test_whose_memory_is_unknown_is_there_all_the_same() -> None:
+    listed = sample(process(1, 2), GpuProcess(2, None), used=4)
+    found = attribute([share("a"), share("b")], listed, {1: 0.5}, {1: ref("a"), 2: ref("b")}, known("a", "b"))
+    assert [use.pids for use in found.uses] == [(1,), (2,)]
+    assert not found.others_work
+    hidden = attribute([share("a")], replace(listed, processes=None), {1: 0.5}, {1: ref("a")}, known("a"))
+    assert hidden.others_work
+
+
 def test_processes_of_one_container_are_measured_together() -> None:
     shares, listed = [share("a"), share("idle")], sample(process(1, 2), process(2, 3))
     found = attribute(shares, listed, {2: 0.5}, {1: ref("a"), 2: ref("a")}, known("a", "idle"))

@@ -161,6 +161,29 @@ async def test_idle_means_nothing_at_all(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shown == [pytest.approx(1.0)] * 5 + [0.0] * 6
 
 
+async def test_a_counter_of_estimated_use_is_missing_and_goes_on_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that stands still is the bill of a container that idles: `rate` of it is 0."""
+
+    def beside(start: float, _: float) -> float:
+        return 0.5 if 5 <= start < 20 else 0.0
+
+    minute = Minute(monkeypatch, [lambda start, _: 0.25 if start >= 5 else 0.0, beside])
+    told: list[tuple[float | None, ...]] = []
+    for second in range(1, 150):
+        minute.tick(second)
+        if second == 21:
+            minute.parts.machine.processes.stop(101)
+        told.append(tuple(each.gpu_seconds for each in await minute.round(second + 0.05, monkeypatch)))
+    assert list(told[3]) == [0, 0]  # nobody worked yet
+    assert set(told[6:78]) == {(None, None)}
+    first = [seconds[0] for seconds in told[85:]]
+    assert None not in first
+    assert first == sorted(seconds for seconds in first if seconds is not None)
+    assert first[-1] == pytest.approx(0.25 * (150 - 21), abs=2)
+
+
 async def test_containers_never_sum_above_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each seems to have had the whole GPU, as clients of an MPS server are; and some take turns.
     for together in (
