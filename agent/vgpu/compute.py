@@ -11,6 +11,7 @@ All of it is done in a thread, in turns, so that a stop waits for a fraction of 
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -139,7 +140,16 @@ class MeasuredWork:
 
     percent: float  # of all its processes together
     processes: Mapping[Place, int]  # of containers: those that it names
-    others: bool = False  # it names some of no container
+    others: bool = False  # it lists or names some of no container, or cannot list any
+    listed: Collection[Place] = ()  # containers of which it lists processes, at work or not
+
+    @property
+    def present(self) -> AbstractSet[Place]:
+        """The containers that have processes on the GPU."""
+        return self.processes.keys() | self.listed
+
+
+_UNKNOWN = MeasuredWork(0.0, {}, others=True)
 
 
 @dataclass
@@ -149,8 +159,7 @@ class _Followed:
     about: About
     claim: Claim
     share: int = -1  # in force, in 1/100 %; -1: not written yet
-    factor: float = 1.0  # its own
-    in_force: float = 1.0
+    factor: float = 1.0
     rivals: float | None = None  # other processes that its own meet on the GPU; None: not known
     written: tuple[int, float, float | None] | None = None
     seen: tuple[int, int, int] | None = None
@@ -186,7 +195,7 @@ class Compute:
         self._unreadable = Problems()
         self._unwritten = Problems("share_not_written")
         self._measured: Mapping[str, MeasuredWork] = {}
-        self._brakes: dict[str, float] = {}
+        self._before: dict[str, MeasuredWork] = {}  # of the round before
 
     def measured(self, work: Mapping[str, MeasuredWork]) -> None:
         """Take in one round of what the driver measured, by GPU (UUID)."""
@@ -233,7 +242,7 @@ class Compute:
             found = allot([each.claim for each in group], {each.claim.key for each in group})
             for each in group:
                 each.share = max(PERCENT, int(found[each.claim.key] * PERCENT))
-                each.rivals, each.in_force = None, each.factor
+                each.rivals = None
                 self._write(each)
 
     def _by_gpu(self) -> list[list[_Followed]]:
@@ -252,8 +261,7 @@ class Compute:
             wanted = claim(key, about.cores_now, burst, low=request.low)
             known = self._followed.get(key)
             if known is None or known.about.uid != about.uid:
-                factor = self._factor(key)
-                self._followed[key] = _Followed(about, wanted, factor=factor, in_force=factor)
+                self._followed[key] = _Followed(about, wanted, factor=self._factor(key))
             else:
                 known.about, known.claim = about, wanted
 
@@ -310,17 +318,21 @@ class Compute:
             work = measured.get(gpu)
             if work is None:
                 continue
-            seconds = [self._second(each, work, now) for each in group]
-            others = work.others or bool(work.processes.keys() - {each.about.place for each in group})
-            found = learned(self._brakes.get(gpu, 1.0), seconds, work.percent, others=others)
-            self._brakes[gpu] = found.brake
+            # Who was there at either end of the second may have worked in it.
+            before = self._before.get(gpu, _UNKNOWN)
+            self._before[gpu] = work
+            present = work.present | before.present
+            seconds = [self._second(each, work, present, now) for each in group]
+            strangers = present - {each.about.place for each in group}
+            others = work.others or before.others or bool(strangers)
+            found = learned(seconds, work.percent, others=others)
             for number, each in enumerate(group):
-                each.factor, each.in_force = found.factors[number], found.in_force(number)
+                each.factor = found.factors[number]
                 each.rivals, each.held_back = found.rivals[number], False
                 each.used = found.used(number, work.percent, others=others)
 
     @staticmethod
-    def _second(each: _Followed, work: MeasuredWork, now: float) -> Second:
+    def _second(each: _Followed, work: MeasuredWork, present: AbstractSet[Place], now: float) -> Second:
         processes = work.processes.get(each.about.place, 0)
         return Second(
             each.factor,
@@ -330,6 +342,7 @@ class Compute:
             # What was measured belongs to the share that was in force all the while.
             steady=now - each.since > LOOK_SECONDS,
             processes=max(1, processes),
+            listed=each.about.place in present,
         )
 
     def _allot(self, group: list[_Followed]) -> None:
@@ -343,11 +356,11 @@ class Compute:
             self._write(each)
 
     def _write(self, each: _Followed) -> None:
-        wanted = (each.share, each.in_force, each.rivals)
+        wanted = (each.share, each.factor, each.rivals)
         late = each.share == 0 and self._clock() - each.beaten >= BEAT_SECONDS
         if each.written == wanted and not late:
             return
-        values = {"compute": True, "share": each.share, "correction": each.in_force, "rivals": each.rivals}
+        values = {"compute": True, "share": each.share, "correction": each.factor, "rivals": each.rivals}
         try:
             if late:
                 self._isolation.folders.beat(each.claim.key)
@@ -383,13 +396,19 @@ def release(isolation: Isolation) -> None:
 def work_of(uses: Uses) -> Mapping[str, MeasuredWork]:
     """The work of GPUs as the driver measured it, by UUID, as far as it is measured."""
     processes: dict[str, dict[Place, int]] = {gpu: {} for gpu in uses.work}
+    listed: dict[str, set[Place]] = {gpu: set() for gpu in uses.work}
     for each in uses.containers:
         share = each.use.share
-        if each.use.working and share.gpu in processes:
-            place = Place(share.namespace, share.pod, share.container, share.gpu)
+        if share.gpu not in processes:
+            continue
+        place = Place(share.namespace, share.pod, share.container, share.gpu)
+        if each.use.working:
             processes[share.gpu][place] = each.use.working
+        if each.use.processes:
+            listed[share.gpu].add(place)
     return {
-        gpu: MeasuredWork(work.ratio * 100, processes[gpu], work.others) for gpu, work in uses.work.items()
+        gpu: MeasuredWork(work.ratio * 100, processes[gpu], work.others, frozenset(listed[gpu]))
+        for gpu, work in uses.work.items()
     }
 
 

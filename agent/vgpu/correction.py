@@ -5,10 +5,13 @@ containers did in between, and miss what runs beside each other. So each second 
 measured with what containers may use, and gives the library a factor. It also says whom a container shares
 the GPU's time with, so that the library can tell a long launch from an interrupted one.
 
-NVML's figures of processes are right where one container works. Where several do, each sample of 200 ms is
-put down to one of their processes (H200, driver 580): only the sum says something. So a container's own
-factor is learned while it works alone, and of several together whether they exceed their shares together;
-then all are braked alike. Who works, and waits, their usage regions say.
+NVML's figures of processes are right where one container has processes. Where several do, each sample of 200
+ms is put down to one of them (H200, driver 580): only the sum says something. So a factor is learned while
+NVML lists nobody else on the GPU; what a container says of itself does not count, since one that hides would
+have its neighbour blamed. Beside others the sum still bounds what each used: who waited for its share and
+had less, whatever the others did, gets its own price back. Several above their shares together are left:
+whatever brakes all of them takes what was promised from those that obey. Who works, and waits, their usage
+regions say.
 """
 
 import math
@@ -20,8 +23,8 @@ LEAST, MOST = 0.4, 4.0
 MOST_EXCESS = 1.0  # a second of more may be that in which the library learned what is launched
 ROUNDING = 0.5  # NVML cuts percentages off
 WHOLE = 100.0
-SLACK = 1.25
-"""A brake that is not needed rises to it, so that no second by chance above the shares puts it on."""
+LESS = 0.8
+"""The part of its share below which a container beside others had less than it: not by chance."""
 _ROUNDS = 50
 
 
@@ -31,7 +34,7 @@ class Second:
 
     `factor`: its own so far. `cap`: percent of the GPU that it may use. `steady`: that was so all the while.
     `throttled`: launches had to wait; one that did not wait may use less by itself. `processes`: of those
-    that worked, as many as were seen.
+    that worked, as many as were seen. `listed`: it has some on the GPU, at work or not.
     """
 
     factor: float
@@ -40,45 +43,41 @@ class Second:
     throttled: bool = True
     steady: bool = True
     processes: int = 1
+    listed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """The factors of the next second, by container in the order of the seconds; `brake` is one for all."""
+    """The factors of the next second, by container in the order of the seconds."""
 
-    brake: float
-    factors: tuple[float, ...]  # own ones
+    factors: tuple[float, ...]
     rivals: tuple[float, ...]
-    working: tuple[int, ...]  # their numbers
-
-    def in_force(self, number: int) -> float:
-        """The factor of a container, with the brake where it is on."""
-        brake = min(1.0, self.brake) if len(self.working) > 1 else 1.0
-        return max(LEAST, self.factors[number] * brake)
+    present: tuple[int, ...]  # numbers of those that have processes on the GPU
 
     def used(self, number: int, total: float, *, others: bool) -> float | None:
         """Percent of the GPU that a container used; None: not known."""
-        if number not in self.working:
+        if number not in self.present or not total:
             return 0.0
-        return total if len(self.working) == 1 and not others else None
+        return total if len(self.present) == 1 and not others else None
 
 
-def learned(brake: float, seconds: Sequence[Second], total: float, *, others: bool) -> Corrections:
+def learned(seconds: Sequence[Second], total: float, *, others: bool) -> Corrections:
     """The findings of one second of a GPU.
 
-    `total`: percent of the GPU that all processes used, `others`: some that are held to no share among them.
+    `total`: percent of the GPU that all processes used. `others`: some that are held to no share are there,
+    at work or not, or nobody knows.
     """
     factors = [each.factor for each in seconds]
-    working = [number for number, each in enumerate(seconds) if each.working]
-    if len(working) == 1 and not others:
-        one = seconds[working[0]]
-        if one.steady and one.cap < WHOLE:
-            factors[working[0]] = corrected(one.factor, one.cap, total, throttled=one.throttled)
-    elif working and not others and all(seconds[number].steady for number in working):
-        caps = sum(seconds[number].cap for number in working)
-        # All of the GPU they cannot exceed.
-        brake = min(SLACK, corrected(brake, caps, total if caps < WHOLE else 0.0, throttled=True))
-    return Corrections(brake, tuple(factors), tuple(_rivals(seconds, total, others=others)), tuple(working))
+    present = [number for number, each in enumerate(seconds) if each.working or each.listed]
+    alone = len(present) == 1 and not others
+    for number in present:
+        one = seconds[number]
+        if one.steady and alone and one.cap < WHOLE:
+            factors[number] = corrected(one.factor, one.cap, total, throttled=one.throttled)
+        elif one.steady and one.throttled:
+            risen = corrected(one.factor, one.cap * LESS, total, throttled=True)
+            factors[number] = max(one.factor, min(1.0, risen))
+    return Corrections(tuple(factors), tuple(_rivals(seconds, total, others=others)), tuple(present))
 
 
 def corrected(factor: float, cap: float, used: float, *, throttled: bool) -> float:
@@ -97,9 +96,15 @@ def _rivals(seconds: Sequence[Second], total: float, *, others: bool) -> list[fl
     """
     uses = [use / max(1, each.processes) for use, each in zip(_uses(seconds, total), seconds, strict=True)]
     counts = [max(1, each.processes) for each in seconds]
+    # What those that work leave is a stranger's, or of one that hides in its usage region.
+    rest = max(0.0, total - sum(use * count for use, count in zip(uses, counts, strict=True)))
+    hidden = [number for number, each in enumerate(seconds) if each.listed and not each.working]
     if others:
-        uses.append(max(0.0, total - sum(use * count for use, count in zip(uses, counts, strict=True))))
+        uses.append(rest)
         counts.append(1)
+    else:
+        for number in hidden:
+            uses[number] = rest / len(hidden)
     there = _presence([use / WHOLE for use in uses], counts)
     everybody = sum(part * count for part, count in zip(there, counts, strict=True))
     return [math.ceil(max(0.0, everybody - part) * 8 - 1e-6) / 8 for part in there[: len(seconds)]]

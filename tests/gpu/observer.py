@@ -6,6 +6,7 @@ are all strangers to it and it corrects nothing: the factors stay 1.
 
 import time
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import anyio
@@ -27,8 +28,8 @@ class Held:
     container: Capped
     percent: float
     pids: tuple[int, ...] = ()
-    factor: float = 1.0  # its own
-    written: tuple[float, float] | None = None  # the factor in force, and rivals
+    factor: float = 1.0
+    written: tuple[float, float] | None = None  # the factor and rivals
     waited_ns: int = 0
     next_ns: int = 0
     moved: float = float("-inf")  # when it last did something, by the clock of next_ns in seconds
@@ -43,7 +44,6 @@ class Observer:
         self._gpu = gpu
         self._held = held
         self._since_us = time.time_ns() // 1000
-        self._brake = 1.0
 
     async def run(self) -> None:
         """Correct, for ever."""
@@ -63,15 +63,16 @@ class Observer:
             return
         self._since_us = max(self._since_us, sample.newest_us)
         busy = dict(sample.busy or ())
-        seconds = [self._second(each, busy) for each in self._held]
-        others = bool(busy.keys() - {pid for each in self._held for pid in each.pids})
-        found = learned(self._brake, seconds, min(100.0, sum(busy.values()) * 100), others=others)
-        self._brake = found.brake
+        there = busy.keys() | {each.pid for each in sample.processes or ()}
+        seconds = [self._second(each, busy, there) for each in self._held]
+        strangers = there - {pid for each in self._held for pid in each.pids}
+        others = sample.processes is None or bool(strangers)
+        found = learned(seconds, min(100.0, sum(busy.values()) * 100), others=others)
         for number, each in enumerate(self._held):
             self._write(each, found, number)
 
     @staticmethod
-    def _second(each: Held, busy: Mapping[int, float]) -> Second:
+    def _second(each: Held, busy: Mapping[int, float], there: AbstractSet[int]) -> Second:
         usage, now = each.container.usage, time.monotonic()
         processes = sum(busy.get(pid, 0.0) > 0 for pid in each.pids)
         if usage.next_ns != each.next_ns or usage.next_ns / 1e9 > now:
@@ -81,12 +82,13 @@ class Observer:
         each.waited_ns, each.next_ns = usage.waited_ns, usage.next_ns
         working = processes > 0 or now - each.moved < SAMPLED_SECONDS
         steady = now - each.since > SECONDS / 2  # the first second is that in which functions are learned
-        return Second(each.factor, each.percent, working, throttled, steady, max(1, processes))
+        listed = not there.isdisjoint(each.pids)
+        return Second(each.factor, each.percent, working, throttled, steady, max(1, processes), listed)
 
     @staticmethod
     def _write(each: Held, found: Corrections, number: int) -> None:
         each.factor = found.factors[number]
-        wanted = (found.in_force(number), found.rivals[number])
+        wanted = (found.factors[number], found.rivals[number])
         if wanted != each.written:
             each.written = wanted
             each.container.hold(each.percent, *wanted)

@@ -107,7 +107,6 @@ class _Conductor:
     def __init__(self, row: Row, folder: Path) -> None:
         self.row = row
         self.factors = [1.0] * len(row.loads)
-        self.brake = 1.0
         self.usages = [layout.CountedUsage(0, 0, 0, 0)] * len(row.loads)
         self.written: dict[int, dict[str, Any]] = {}
         self.corrects = False
@@ -199,12 +198,13 @@ class _Conductor:
                     throttled=now.waited_ns > before.waited_ns,
                     steady=self.corrects,
                     processes=max(1, seen),
+                    listed=any(each.poll() is None for each in self.processes[number]),
                 )
             )
-        found = learned(self.brake, seconds, mean(totals) if totals else 0.0, others=False)
-        self.brake, self.factors = found.brake, list(found.factors)
+        found = learned(seconds, mean(totals) if totals else 0.0, others=False)
+        self.factors = list(found.factors)
         for number, others in enumerate(found.rivals):
-            self._limit(number, found.in_force(number), others)
+            self._limit(number, found.factors[number], others)
         self.corrects = True  # the first second is that in which functions are learned
 
     def _run(self) -> list[list[float]]:
@@ -235,7 +235,7 @@ class _Conductor:
                         found[number].append((busy[number] - before) * 100 / SECOND / self.row.window)
                 mark = busy
         if os.environ.get("GNA_TRACE"):
-            print(self.factors, self.brake, file=sys.stderr)
+            print(self.factors, file=sys.stderr)
         return found
 
 

@@ -1,6 +1,6 @@
 """Containers with shares of compute, for tests: a clock, and a stand-in for the library."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,6 +12,10 @@ from agent.vgpu.folders import About, LimitFolders, Place, key_of
 from agent.vgpu.limits import ContainerLimits, Enforcement
 from agent.vgpu.room import Isolation
 from tests.unit.vgpu.made_up import GPU, about
+
+
+def _place(pod: str) -> Place:
+    return Place("default", pod, "main", GPU)
 
 
 class Site:
@@ -55,12 +59,23 @@ class Site:
             file.seek(at)
             file.write(layout.SHARE.pack(before[0] + next_ns, before[1], before[2] + waited_ns))
 
-    def turn(self, seconds: float = 1.0, *, others: bool = False, **percents: float) -> bool:
-        """A turn later; what was measured, of one process of each container that it names."""
+    def turn(
+        self,
+        seconds: float = 1.0,
+        *,
+        others: bool = False,
+        listed: Collection[str] | None = None,
+        **percents: float,
+    ) -> bool:
+        """A turn later; what was measured, of one process of each container that it names.
+
+        `listed`: containers that have a process on the GPU; all without it.
+        """
         self.now += seconds
         containers = {key_of(each.ids): ContainerLimits(each) for each in self.held.values()}
-        named = {Place("default", pod, "main", GPU): 1 for pod, percent in percents.items() if percent}
-        work = MeasuredWork(sum(percents.values()), named, others)
+        named = {_place(pod): 1 for pod, percent in percents.items() if percent}
+        there = frozenset(_place(pod) for pod in (self.held if listed is None else listed))
+        work = MeasuredWork(sum(percents.values()), named, others, there)
         return self.compute.turn(containers, {GPU: work} if percents else {})
 
     def limits(self, pod: str) -> layout.DeviceLimits:

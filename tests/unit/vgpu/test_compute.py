@@ -189,7 +189,8 @@ def test_the_library_learns_whom_its_container_shares_the_gpu_with(site: Site) -
     site.launch("b", waited_ns=1000)
     site.turn(b=100)
     assert (site.limits("a").rivals, site.limits("b").rivals) == (1, 0.5)
-    site.turn(3, a=20)
+    site.turn(3, a=20, listed=["a"])
+    site.turn(3, a=20, listed=["a"])
     assert site.limits("a").rivals == 0
     site.turn()  # nobody measured
     assert site.limits("a").rivals == 0
@@ -197,7 +198,7 @@ def test_the_library_learns_whom_its_container_shares_the_gpu_with(site: Site) -
     assert site.limits("a").rivals is None
 
 
-def test_nothing_is_learned_of_one_container_while_others_work(site: Site) -> None:
+def test_nothing_is_learned_of_one_container_while_others_are_there(site: Site) -> None:
     """On an H200 all of each second was put down to one of two, and the factor fell to its floor."""
     key = site.add("busy", 30)
     other = site.add("serve", 70)
@@ -208,15 +209,16 @@ def test_nothing_is_learned_of_one_container_while_others_work(site: Site) -> No
         site.turn(0.9, busy=52)
     assert (site.limits("busy").correction, site.limits("serve").correction) == (1, 1)
     assert site.compute.standing()[key].used is None
-    site.turn(3.0, busy=25)
+    for _ in range(2):
+        site.turn(3.0, busy=25, listed=["busy"])
     assert (site.compute.standing()[key].used, site.compute.standing()[other].used) == (25, 0)
     for _ in range(5):
         site.launch("busy", waited_ns=1000)
-        site.turn(0.9, others=True, busy=52)
+        site.turn(0.9, others=True, busy=52, listed=["busy"])
     assert site.limits("busy").correction == 1
     for _ in range(5):
         site.launch("busy", waited_ns=1000)
-        site.turn(0.9, busy=52)
+        site.turn(0.9, busy=52, listed=["busy"])
     assert site.limits("busy").correction < 1
 
 
@@ -230,38 +232,60 @@ def test_a_process_that_is_held_to_no_share_ends_all_learning(site: Site) -> Non
     assert site.limits("a").correction == 1
 
 
-def test_several_above_their_shares_together_are_braked_until_they_are_not(site: Site) -> None:
-    site.add("a", 20)
-    site.add("b", 30)
+def test_a_neighbour_that_hides_in_its_usage_region_costs_nobody_anything(site: Site) -> None:
+    """It uses what it was promised; the driver names the other one, and lists both."""
+    site.add("seen", 30)
+    site.add("hidden", 70)
     site.turn()
+    for _ in range(10):
+        site.launch("seen", waited_ns=1000)
+        site.turn(0.9, seen=100)
+    assert site.limits("seen").correction == 1
+    assert site.limits("seen").rivals == 1  # so that the library takes what came between for a rival's
 
-    def both(total: float) -> tuple[float, float]:
-        for _ in range(5):
-            site.launch("a", waited_ns=1000)
-            site.launch("b")
-            site.turn(0.9, a=total)
-        return site.limits("a").correction, site.limits("b").correction
 
-    low, same = both(80)
-    assert low == same < 0.8
-    assert both(20) == (1, 1)
-    low, same = both(80)
-    assert low == same < 0.8
-    # Alone none is braked, and a setting that is left is each one's own.
-    site.launch("a", waited_ns=1000)
-    site.turn(3.0, a=20)
-    assert site.limits("a").correction == pytest.approx(1, abs=0.02)
-    both(80)
-    site.compute.settle()
-    assert site.limits("b").correction == 1
+def test_whoever_was_there_at_either_end_of_a_second_may_have_worked_in_it(site: Site) -> None:
+    site.add("a", 30)
+    site.add("comes-and-goes", 70)
+    site.turn()
+    for number in range(20):
+        site.launch("a", waited_ns=1000)
+        site.turn(0.9, a=100, listed=["a"] if number % 2 else None)
+    assert site.limits("a").correction == 1
+
+
+def test_one_that_exceeds_for_ever_takes_nothing_from_who_obeys(site: Site) -> None:
+    site.add("obeys", 30)
+    site.add("exceeds", 30)
+    site.turn()
+    for _ in range(30):
+        site.launch("obeys", waited_ns=1000)
+        site.launch("exceeds")
+        site.turn(0.9, exceeds=100)
+        assert site.limits("obeys").correction == 1
+
+
+def test_a_factor_that_an_earlier_agent_left_recovers_beside_others(site: Site) -> None:
+    """Earlier agents braked all for what one did."""
+    key = site.add("a", 30)
+    site.add("b", 70)
+    site.folders.change(key, correction=0.4)
+    site.turn()
+    for _ in range(15):
+        site.launch("a", waited_ns=1000)
+        site.launch("b")
+        site.turn(0.9, a=12)
+    assert site.limits("a").correction == 1
 
 
 def test_what_is_measured_of_a_gpu_is_all_that_its_processes_did() -> None:
     share = ContainerShare("default", "a", "main", GPU, 0, Mode.VGPU, 0.3, 1)
-    at_work = ContainerUse(Use(share, utilization=0.3, working=2), None, None)
-    idle = ContainerUse(Use(replace(share, pod="b")), None, None)
-    uses = Uses((at_work, idle), work={GPU: GpuTotal(0.52, others=True)})
-    assert work_of(uses) == {GPU: MeasuredWork(52, {Place("default", "a", "main", GPU): 2}, others=True)}
+    at_work = ContainerUse(Use(share, utilization=0.3, working=2, pids=(1, 2)), None, None)
+    idle = ContainerUse(Use(replace(share, pod="b"), pids=(3,)), None, None)
+    absent = ContainerUse(Use(replace(share, pod="c")), None, None)
+    uses = Uses((at_work, idle, absent), work={GPU: GpuTotal(0.52, others=True)})
+    a, b = (Place("default", pod, "main", GPU) for pod in "ab")
+    assert work_of(uses) == {GPU: MeasuredWork(52, {a: 2}, others=True, listed={a, b})}
 
 
 @pytest.mark.parametrize(
