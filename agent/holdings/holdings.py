@@ -325,11 +325,10 @@ class HoldingsWatch:
         For when the kubelet offers what they hold: a kubelet that was away may know of an end that neither
         the watch nor the checkpoint shows yet. Only the API server's word ends them. Within some 1 s.
         """
-        listed = self._record.listed.holdings
         doubted = {
             uid: pod.key
-            for uid, pod in self._record.pods.items()
-            if pod.key and any(each in holdings and each not in listed for each in pod.holdings.values())
+            for uid, pod in self._unlisted().items()
+            if pod.key and any(each in holdings for each in pod.holdings.values())
         }
         if doubted:
             await self._ask_after(doubted)
@@ -338,18 +337,22 @@ class HoldingsWatch:
     async def confirm_names(self, names: Collection[PodKey]) -> Record | None:
         """The same of all that pods of these names hold and the kubelet does not list; None: that is nothing.
 
-        As with plain init containers, and with a pod whose name is another's by now.
+        As with a pod whose name is another's by now. Of whom it lists anything, nobody is asked after.
         """
-        listed = {id(each) for each in self._record.listed.holdings}
-        doubted = {
-            uid: pod.key
-            for uid, pod in self._record.pods.items()
-            if pod.key and pod.key in names and any(id(each) not in listed for each in pod.holdings.values())
-        }
+        doubted = {uid: pod.key for uid, pod in self._unlisted().items() if pod.key and pod.key in names}
         if not doubted:
             return None
         await self._ask_after(doubted)
         return self._record.joined
+
+    def _unlisted(self) -> Mapping[str, PodEvidence]:
+        """The pods of which the newest reading lists nothing: others run, though deleted by force."""
+        listed = {id(each) for each in self._record.listed.holdings}
+        return {
+            uid: pod
+            for uid, pod in self._record.pods.items()
+            if listed.isdisjoint(map(id, pod.holdings.values()))
+        }
 
     async def _ask_after(self, pods: Mapping[str, PodKey]) -> None:
         if self.ask_after:

@@ -288,8 +288,8 @@ def join(
         return any(not held.isdisjoint(each.ids) for each in listed.holdings)
 
     def lives(uid: str, pod: PodEvidence) -> bool:
-        if uid in named and (fresh or uid in before.outlived):
-            return True
+        if uid in named and (fresh or uid in before.outlived or uid in view.over):
+            return True  # who was asked after was not listed then, and is by now
         if uid in view.over or (pod.watched and view.ended(uid)):
             return False
         if pod.key in keys or uid in view.contested:

@@ -393,6 +393,12 @@ class Lingering:
         for uids in self._left.values():  # a watch may show a pod after its first process
             uids.difference_update(self._recalled.intersection(known))
         self._recalled.difference_update(known)
+        for uid in filter(departed.may_live, tuple(self._recalled)):
+            # A kubelet that had just started listed none, or not yet the one whose UID this may be.
+            self._recalled.discard(uid)
+            self._doubted[uid] = {gpu for gpu, uids in self._left.items() if uid in uids}
+            for gpu in self._doubted[uid]:
+                self._left[gpu].discard(uid)
         gpus = self._unsearched()
         pids = await self._processes(gpus) if gpus else {}
         every = {pid for found in pids.values() for pid in found}

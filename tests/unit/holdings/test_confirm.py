@@ -68,11 +68,46 @@ async def test_a_holder_that_ended_while_its_kubelet_was_away_holds_nothing_once
     assert node.questions == [{"u": ("ns", "train-0")}] * 2
 
 
-async def test_who_is_listed_is_not_asked_after(node: Asked) -> None:
-    """A kubelet that lists a pod, as one that has not heard of a deletion by force, runs it."""
+@pytest.mark.parametrize("prepares", [False, True])
+@pytest.mark.parametrize("watch", ["mute", "never showed it"])
+async def test_who_is_listed_is_not_asked_after(
+    node: Asked, watch: Literal["mute", "never showed it"], *, prepares: bool
+) -> None:
+    """A kubelet that lists a pod, as one that has not heard of a deletion by force, runs it.
+
+    Though no list shows what its init container holds.
+    """
+    if watch == "mute":
+        node.know("u", "train-0", hides=prepares)
+    node.kubelet.pods = {"train-0": {"main": A}}
+    node.kubelet.records(("u", "main", A), *[("u", "prepare", A)] * prepares)
+    held = await node.held()
+    node.answers = {"u"}
+    assert await node.confirmed() == {"train-0"}
+    assert await node.watch.confirm_names({("ns", "train-0")}) is None
+    assert node.questions == []
+    assert node.watch.gpus_by_pod() == {"u": {A}}
+    assert await node.held() == held
+
+
+async def test_a_pod_that_is_listed_while_it_is_asked_after_goes_on(node: Asked) -> None:
+    """It was deleted by force, and its kubelet, which had just started, had not heard of it yet."""
     node.know("u", "train-0")
     node.kubelet.pods = {"train-0": {"main": A}}
     node.kubelet.records(("u", "main", A))
-    node.answers = {"u"}
+    await node.held()
+    node.complete = False
+    node.kubelet.restart()
+    await node.held()
+
+    async def answer(pods: Mapping[str, PodKey]) -> None:
+        node.kubelet.pods = {"train-0": {"main": A}}
+        await node.watch.look()
+        node.over |= pods.keys()
+
+    node.watch.ask_after = answer
     assert await node.confirmed() == {"train-0"}
-    assert node.questions == []
+    assert node.watch.gpus_by_pod() == {"u": {A}}
+    assert await node.held() == {("train-0", "main", A)}
+    node.kubelet.pods = {}
+    assert await node.held() == set()
