@@ -127,7 +127,7 @@ class PodCache:
     def __init__(self, api: KubeApi, node: str, node_uid: Callable[[], str | None] = lambda: None) -> None:
         """`node_uid`: the UID of the Node object; None: not known yet."""
         self._api = api
-        self._node = node
+        self.node = node
         self._node_uid = node_uid
         self._by_cgroup: tuple[object, str | None, CgroupUids[Pod]] = (None, None, CgroupUids({}))
         self._selector = {"fieldSelector": f"spec.nodeName={node}"}
@@ -145,7 +145,7 @@ class PodCache:
         """The pods as last seen by their cgroups' UIDs, with the UIDs that more than one pod claims."""
         pods, uid = self.pods(), self._node_uid()
         if self._by_cgroup[0] is not pods or self._by_cgroup[1] != uid:
-            self._by_cgroup = (pods, uid, cgroup_uids(pods, self._node, uid))
+            self._by_cgroup = (pods, uid, cgroup_uids(pods, self.node, uid))
         return self._by_cgroup[2]
 
     def find(self, namespace: str, name: str) -> Pod | None:

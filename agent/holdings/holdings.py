@@ -364,13 +364,6 @@ class HoldingsWatch:
             if self.problem is None:
                 self._publish()
 
-    def through(self, record: Record, pods: Collection[PodKey]) -> None:
-        """Take in that the admission of these is over. It says nothing once `record` is not the newest."""
-        before = self._record
-        if record.began == before.listed.began:
-            newcomers = before.joined.newcomers.difference(pods)
-            self._record = replace(before, joined=replace(before.joined, newcomers=newcomers))
-
     def _joined(self, listed: Record, entries: Entries, kubelet: Identity | None, *, read: bool) -> Record:
         """The record by this reading; it is kept unless one that began later was answered before."""
         same = kubelet == self._answered_by

@@ -37,6 +37,10 @@ class ClusterPods(PodSource):
         # UIDs of which the API server has said that they are over, ahead of the watch; the oldest first.
         self._over: dict[str, None] = {}
 
+    @property
+    def node(self) -> str:
+        return self._cache.node
+
     def view(self) -> View:
         """The pods by the UIDs that their cgroups carry."""
         known, reflector = self._cache.cgroup_uids(), self._cache.reflector

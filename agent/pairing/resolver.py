@@ -62,6 +62,15 @@ class PodSource:
 
     answers = False  # whether one that cannot be read now may be read in a moment
 
+    @property
+    def node(self) -> str:
+        """The node's name; empty: not known."""
+        return ""
+
+    def may_be_static(self, name: str) -> bool:
+        """Whether a static pod of this node may have that name: the kubelet appends the node's."""
+        return name.endswith(f"-{self.node.lower()}" if self.node else "")
+
     def pods_on_node(self) -> Collection[Pod]:
         """The pods as last seen; never waits."""
         return ()
@@ -217,11 +226,6 @@ class Facts:
     def known(self) -> bool:
         return not (self.unknown or self.problem)
 
-    @property
-    def unseen(self) -> frozenset[PodKey]:
-        """Pods that the API server does not know and that may be asking, as a static one without a mirror."""
-        return self.absent & self.record.newcomers if self.record else frozenset()
-
 
 @dataclass
 class _Answers:
@@ -230,8 +234,9 @@ class _Answers:
     # By a pod's names, or by the UID of an older copy. None: there is no such pod.
     pods: dict[PodKey | str, Pod | PodsUnavailable | None] = field(default_factory=dict)
     told: set[PodKey] = field(default_factory=set)  # whose failures were logged
-    there: frozenset[str] | None = None  # UIDs of the pods that it had when it was asked for all first
-    unseen: frozenset[PodKey] | None = None  # those of all facts of the call
+    there: frozenset[str] = frozenset()  # UIDs of pods that it had when the call began
+    first_until: float = -math.inf  # a first list by then shows them, too
+    unseen: frozenset[PodKey] = frozenset()  # by the last record: as `_unseen` beside one that waits
     named: set[PodKey] = field(default_factory=set)  # whose holders it was asked for
     useless: bool = False  # it did answer, with a refusal or what is no pod: that is not waited for
 
@@ -248,9 +253,6 @@ class _Answers:
             if key not in self.told:
                 self.told.add(key)
                 log.info("pod_unreadable", pod="/".join(key), problem=str(error))
-
-    def saw(self, unseen: frozenset[PodKey]) -> None:
-        self.unseen = unseen if self.unseen is None else self.unseen & unseen
 
     def forget(self, alike: Collection[PodKey]) -> None:
         """Have these and those that were asked for in vain be asked for again."""
@@ -326,11 +328,12 @@ class RequesterResolver:
         give_up = began + PATIENCE_SECONDS
         alike_until, away_until = (arrived + each.seconds(began) for each in (self._alike, self._away))
         pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-        asked = _Answers()
+        there = frozenset(pod.uid for pod in self._source.pods_on_node())
+        asked = _Answers(there=there, first_until=began + MISS_SECONDS)
         for attempt in itertools.count(1):
             facts = await self._facts(member, give_up - anyio.current_time(), asked)
             found = self._askers(member, size, facts, reservations)
-            if not found and facts.record:
+            if facts.record and all(each.pod.started for each in found):
                 # A listed pod whose known copy, or whose holder, is over may have a namesake by now.
                 facts = await self._of(facts.record, facts.record.pods, member, asked)
                 found = self._askers(member, size, facts, reservations)
@@ -344,14 +347,16 @@ class RequesterResolver:
                 # by the next kubelet. The first is beside an admission, whose own call then waits; the second
                 # before that kubelet has heard of others, and by now who was just rejected is out.
                 found = [each for each in found if not each.pod.started] or found
-            asked.saw(facts.unseen)
-            alike = len(found) > 1 or _others_may_ask(facts, found, refused)
+            waits = not any(each.pod.started or each.pod.uid in refused for each in found)
+            unseen = self._unseen(facts, asked, waits=waits)
+            # Without a record nobody says whether one is there.
+            alike = len(found) > 1 or bool(found and (unseen or not (waits or facts.record)))
             if found and not alike and facts.known and not found[0].pod.ending:
                 return facts, found[0]
             now = anyio.current_time()
             if facts.known:
                 # Equal pods are not the same: whose limits a container gets depends on who it is.
-                doubt, budget, until = bool(alike), self._alike, alike_until
+                doubt, budget, until = alike, self._alike, alike_until
             else:
                 doubt = self._source.answers and alone() and not asked.useless
                 budget, until = self._away, away_until
@@ -365,17 +370,23 @@ class RequesterResolver:
                 asked.forget([each.pod.key for each in found] if facts.known else [])
                 if len(found) == 1 and now - absent_asked >= AWAY_PAUSE_SECONDS:
                     absent_asked = now  # they may be many
-                    asked.forget(facts.unseen)
+                    asked.forget(unseen)
             pauses.longest = LONGEST_PAUSE_SECONDS if facts.known else AWAY_PAUSE_SECONDS
             pause = pauses.next()
             await anyio.sleep(pause if attempt < TRIES else min(pause, until - now))
-        self._turned_away(facts, asked, alone=alone(), waited=now - began)
-        raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found)
+        raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found, unseen)
 
-    def _turned_away(self, facts: Facts, asked: _Answers, *, alone: bool, waited: float) -> None:
-        """A call ends after so many seconds. Had one of the unseen come beside it, its own would wait now."""
-        if facts.record and asked.unseen and alone and waited >= AWAY_PAUSE_SECONDS:
-            self._record.through(facts.record, asked.unseen)
+    def _unseen(self, facts: Facts, asked: _Answers, *, waits: bool) -> frozenset[PodKey]:
+        """Pods that the API server does not know, one of which may be asking: a static one before its mirror.
+
+        `waits`: those that may ask in its place wait to be admitted; of the static ones, those are through
+        then that were listed before others. Else all count: an edited manifest makes another pod of the name.
+        """
+        if facts.record is None:  # what the call saw before counts on
+            return asked.unseen - facts.pods.keys()
+        newcomers = facts.absent & facts.record.newcomers
+        asked.unseen = frozenset(key for key in newcomers if self._source.may_be_static(key[1]))
+        return asked.unseen if waits else facts.absent
 
     async def confirmed(self, record: Record) -> Record:
         """The record after the API server was asked for holders that the kubelet does not list."""
@@ -430,6 +441,7 @@ class RequesterResolver:
 
     async def _by_the_server(self, asked: _Answers) -> Facts:
         """All pods of the node, read now: a watch may be mute, and no record shows what has come since."""
+        first, asked.first_until = anyio.current_time() < asked.first_until, -math.inf
         try:
             pods = await self._source.list_now()
         except PodsUnavailable as error:
@@ -437,8 +449,8 @@ class RequesterResolver:
             asked.useless = not error.away
             return Facts(None, {}, problem=str(error))
         # The kubelet had heard of the one that asks when it called.
-        if asked.there is None:
-            asked.there = frozenset(pod.uid for pod in pods)
+        if first:
+            asked.there |= {pod.uid for pod in pods}
         return Facts(None, {pod.key: pod for pod in pods if pod.uid in asked.there})
 
     async def _confirmed(self, facts: Facts, asker: Asker, asked: _Answers) -> Facts:
@@ -461,21 +473,9 @@ class RequesterResolver:
         return replace(facts, pods={**facts.pods, pod.key: fresh})
 
 
-def _others_may_ask(facts: Facts, found: Collection[Asker], refused: Collection[str]) -> bool:
-    """Whether a pod that nobody can see may be asking in the place of the one that was found.
-
-    A static pod that is being admitted is listed, and its mirror is not there yet. Without a record nobody
-    says whether one is: who runs, or was turned away, is not believed then.
-    """
-    if facts.record is None:
-        return any(each.pod.started or each.pod.uid in refused for each in found)
-    return bool(facts.unseen and found)
-
-
-def _nobody(facts: Facts, asked: str, found: Collection[Asker]) -> PairRefused:
+def _nobody(facts: Facts, asked: str, found: Collection[Asker], unseen: frozenset[PodKey]) -> PairRefused:
     waiting = [each.pod.key for each in found if not each.pod.ending or len(found) > 1]
-    unseen = facts.unknown | facts.unseen if waiting else facts.unknown
-    keys = list(dict.fromkeys([*waiting, *sorted(unseen)]))
+    keys = list(dict.fromkeys([*waiting, *sorted(facts.unknown | unseen if waiting else facts.unknown)]))
     if facts.problem:
         text = (
             f"who asks for {asked} is not known, and nothing is guessed: neither the kubelet's PodResources "

@@ -37,17 +37,6 @@ async def test_next_kubelet_admits_all_again(node: Node) -> None:
     assert await newcomers(node, "a", "b") == {"a", "b"}
 
 
-async def test_who_is_through_is_no_newcomer_until_the_next_kubelet(node: Node) -> None:
-    await newcomers(node, "a", "b")
-    node.watch.through(await node.watch.look(), {("ns", "a")})
-    assert await newcomers(node, "a", "b") == {"b"}
-    node.kubelet.restart()
-    before = await node.watch.look()
-    assert await newcomers(node, "a", "b") == {"a", "b"}
-    node.watch.through(before, {("ns", "a")})  # of a reading that is not the newest any more
-    assert await newcomers(node, "a", "b") == {"a", "b"}
-
-
 def test_reading_that_is_older_than_the_one_before_says_nothing() -> None:
     both = Record((), (("ns", "a", "main"), ("ns", "b", "main")), began=2.0)
     newer = join(Evidence(), both, {}, View(), same_kubelet=False, fresh=True)

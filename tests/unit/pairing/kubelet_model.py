@@ -80,6 +80,8 @@ class Admission:
 class KubeletModel(PodSource):
     """The device manager, and the agent under it."""
 
+    node = "node1"
+
     def __init__(
         self,
         gpus: int = 4,
@@ -154,14 +156,6 @@ class KubeletModel(PodSource):
 
     async def confirm_names(self, names: Collection[Key]) -> None:
         """Nobody's name is another's."""
-
-    def through(self, record: Record, pods: Collection[Key]) -> None:
-        """The admission of these is over."""
-        del record
-        joined = self._record.joined
-        self._record = replace(
-            self._record, joined=replace(joined, newcomers=joined.newcomers.difference(pods))
-        )
 
     def _view(self) -> View:
         pods = {each.uid: each for each in self.api.values() if each.uid not in self.over}

@@ -140,6 +140,21 @@ async def test_the_next_pod_of_a_name_asks_for_what_no_copy_of_a_mute_watch_does
     assert len(node.gets) <= 4
 
 
+@pytest.mark.parametrize("named", [True, False])
+@in_virtual_time
+async def test_the_next_pod_of_a_name_is_served_beside_one_that_runs(*, named: bool) -> None:
+    """The one that runs was admitted without its resource: it is found, and is not the only one."""
+    before, after = bound("uid-1", *BARE, phase="Running", started=True), bound("uid-2", *BARE)
+    runs = bind(pod("runs", *BARE, phase="Running", started=True))
+    node = await replaced(before, after, shown=True)
+    node.watched(before, runs)
+    node.listed, node.api[runs.key] = (after, runs), runs
+    if not named:  # by the checkpoint
+        node.entries = {}
+    assert await node.ask(20) == "uid-2"
+    assert len(node.gets) <= 6
+
+
 @in_virtual_time
 async def test_holder_that_lives_keeps_what_the_kubelet_does_not_list() -> None:
     """And it is asked for once in a call, however often that looks."""

@@ -1,0 +1,143 @@
+"""The only pod that is seen to wait for a share is not always the one that asks."""
+
+import anyio
+import pytest
+
+from agent.model.holding import PairMember
+from agent.model.pod import MPS, Container
+from agent.pairing.pair_rules import PairRules
+from agent.pairing.pairing import Pairing
+from agent.pairing.resolver import DOUBT_SECONDS, PairRefused, PodSource, RequesterResolver
+from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
+from tests.virtual_time import in_virtual_time
+
+STATIC = pod("static-node1", share("main", 30, 10))
+
+
+def node(*seen: str, runs: bool = False) -> KubeletModel:
+    """A kubelet that lists pods which want the static pod's share, and which the API server has."""
+    kubelet = KubeletModel()
+    for name in seen:
+        each = pod(name, share("main", 30, 10), phase="Running" if runs else "Pending", started=runs)
+        kubelet.api[each.key], kubelet.taken_up[each.key] = each, Admission(each)
+    return kubelet
+
+
+async def is_refused(kubelet: KubeletModel) -> None:
+    """The static pod asks, and nobody gets its share."""
+    with pytest.raises(PairRefused):
+        await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+
+
+@pytest.mark.parametrize("beside", ["one that runs", "one that was turned away"])
+@in_virtual_time
+async def test_static_pod_whose_manifest_was_edited_is_no_newcomer_by_its_name(beside: str) -> None:
+    """Nor are others through that came before: the kubelet has dropped it and taken it up again."""
+    kubelet = KubeletModel()
+    kubelet.taken_up[STATIC.key] = Admission(pod("static-node1", Container("main", {})))
+    await kubelet.refresh()
+    other = pod("other", share("main", 30, 10))
+    if beside == "one that runs":
+        other = pod("other", share("main", 30, 10), phase="Running", started=True)
+    kubelet.api[other.key], kubelet.taken_up[other.key] = other, Admission(other)
+    await kubelet.refresh()
+    if beside != "one that runs":
+        kubelet.pairing.turn_away(other, "was refused")
+    kubelet.taken_up[STATIC.key] = Admission(STATIC)
+    await is_refused(kubelet)
+
+
+@in_virtual_time
+async def test_start_that_is_refused_ends_no_admission_beside_it() -> None:
+    """The static pod's waits for another plugin's Allocate, longer than anybody doubts."""
+    kubelet = node("runs", runs=True)
+    await kubelet.refresh()
+    kubelet.taken_up[STATIC.key] = Admission(STATIC)
+    await is_refused(kubelet)  # a start of `runs`, as far as anybody knows
+    await anyio.sleep(5)
+    await is_refused(kubelet)
+
+
+@in_virtual_time
+async def test_call_for_the_other_pair_ends_no_admission_either() -> None:
+    other = MPS
+    kubelet = node("waits")
+    runs = pod("runs", share("main", 20, 10, pair=other), phase="Running", started=True)
+    kubelet.api[runs.key] = runs
+    kubelet.taken_up |= {runs.key: Admission(runs), STATIC.key: Admission(STATIC)}
+    pairing = Pairing(PairRules(other), RequesterResolver(other, kubelet, kubelet))  # type: ignore[arg-type]
+
+    async def starts() -> None:
+        with pytest.raises(PairRefused):
+            await pairing.prefer(PairMember.CORE, 20, [f"x::c{n}" for n in range(20)])
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(starts)
+        await anyio.sleep(0.5)
+        await is_refused(kubelet)
+
+
+@in_virtual_time
+async def test_reading_that_fails_ends_no_doubt() -> None:
+    """The static pod that an earlier reading of the same call has shown may still be asking."""
+    kubelet = node("waits")
+    kubelet.taken_up[STATIC.key] = Admission(STATIC)
+
+    async def stumbles() -> None:
+        await anyio.sleep(1)
+        kubelet.records_readable = False
+        await anyio.sleep(0.5)
+        kubelet.records_readable = True
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(stumbles)
+        await is_refused(kubelet)
+    assert anyio.current_time() >= DOUBT_SECONDS
+
+
+@pytest.mark.parametrize("away", ["the API server", "the record", "both"])
+@in_virtual_time
+async def test_without_a_record_who_came_after_the_call_is_not_the_asker_whoever_answers_late(
+    away: str,
+) -> None:
+    kubelet = node("came")
+    came = kubelet.api.pop(("default", "came"))
+    del kubelet.taken_up[came.key]
+    kubelet.taken_up[STATIC.key] = Admission(STATIC)
+    kubelet.reachable = away == "the record"
+    kubelet.records_readable = away == "the API server"
+
+    async def comes() -> None:
+        await anyio.sleep(0.1)
+        kubelet.records_readable = False
+        await anyio.sleep(1)
+        kubelet.api[came.key], kubelet.reachable = came, True
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(comes)
+        await is_refused(kubelet)
+
+
+@pytest.mark.parametrize("member", PairMember)
+@in_virtual_time
+async def test_pod_that_is_deleted_by_force_beside_an_admission_costs_it_nothing(member: PairMember) -> None:
+    """It was listed by the same reading, and the kubelet lists it until the admission is over."""
+    kubelet = KubeletModel()
+    await kubelet.refresh()
+    small, new = pod("small", Container("main", {})), pod("new", share("main", 10, 10))
+    kubelet.api[new.key] = new
+    kubelet.taken_up = {each.key: Admission(each) for each in (small, new)}
+    assert len(await kubelet.pairing.prefer(member, 10, sorted(kubelet.listed(member)))) == 10
+    assert anyio.current_time() < 1
+
+
+def test_static_pods_names_end_in_the_nodes_as_the_kubelet_writes_it() -> None:
+    class Source(PodSource):
+        node = "Node-A"
+
+    assert [Source().may_be_static(each) for each in ("etcd-node-a", "etcd", "etcd-node-b")] == [
+        True,
+        False,
+        False,
+    ]
+    assert PodSource().may_be_static("etcd")  # which node it is is not known
