@@ -145,6 +145,7 @@ void pool_give_back(struct memory *memory);
 struct stream;
 /* As memory_free, of a pool's memory, when the stream has done what it has to do. */
 void pool_free_behind(struct memory *memory, const struct stream *stream, uint64_t due_ns);
+void pool_stream_gone(const struct stream *stream);
 void pools_reset(uint32_t device); /* with the primary context */
 
 /* --- stream.c ---------------------------------------------------------------------------------------- */

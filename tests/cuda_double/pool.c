@@ -46,7 +46,7 @@ static void let_go(struct pool *pool) {
 static void free_due(const struct stream *stream) {
     for (struct pending **at = &pendings; *at != NULL;) {
         struct pending *found = *at;
-        if (found->stream == stream || now_ns() >= found->due_ns) {
+        if ((stream != NULL && found->stream == stream) || now_ns() >= found->due_ns) {
             *at = found->next;
             found->pool->held -= found->bytes;
             let_go(found->pool);
@@ -65,6 +65,13 @@ void pool_free_behind(struct memory *memory, const struct stream *stream, uint64
     made->pool->held += made->bytes;
     object_remove(&memory->base);
     free(memory);
+}
+
+/* Another stream may get its address, and is another one. The object lock is held. */
+void pool_stream_gone(const struct stream *stream) {
+    for (struct pending *each = pendings; each != NULL; each = each->next) {
+        each->stream = each->stream == stream ? NULL : each->stream;
+    }
 }
 
 static void keep(struct pool *pool, uint64_t bytes) {

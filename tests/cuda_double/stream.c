@@ -105,6 +105,7 @@ CUresult model_cuStreamDestroy_v2(CUstream hStream) {
     if (stream != NULL) {
         graph_stream_gone(stream);
         time_stream_gone(stream);
+        pool_stream_gone(stream);
         object_remove(&stream->base);
         free(stream);
     }

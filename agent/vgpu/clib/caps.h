@@ -52,7 +52,7 @@ void gna_leave(struct gna_mutex *mutex);
 enum gna_kind {
     GNA_NONE, GNA_LINEAR, GNA_MANAGED, GNA_ARRAY, GNA_MIPMAP, GNA_HANDLE, GNA_PHYSICAL, GNA_MAPPING, GNA_TILE,
     GNA_POOL, GNA_FOREIGN, GNA_EXTERNAL, GNA_CONTEXT, GNA_CODE, GNA_GRAPH, GNA_EXEC, GNA_FREED, GNA_HEAP, GNA_OPENED, GNA_NODE,
-    GNA_BACKING,
+    GNA_BACKING, GNA_FREER,
     GNA_KINDS
 };
 struct gna_entry {
@@ -127,7 +127,6 @@ void gna_reclaim(int record);
 /* The lock is held, and let go of while, to order, a stream is waited for. */
 void gna_reclaim_locked(int record, CUstream stream, bool wait);
 void gna_pools_settle(void); /* after the application waited for the GPU: pools gave memory back */
-void gna_pools_freed(CUstream stream, bool in_graph); /* memory that may be a pool's, in the order of a stream */
 void gna_pools_forget(void);
 void gna_pools_gone(CUdevice device); /* the lock is held */
 void gna_graphs_reclaim(int record);
@@ -135,6 +134,19 @@ void gna_graphs_forget(void);
 bool gna_capturing(CUstream stream, CUgraph *graph);
 void gna_graph_grows(CUgraph graph, int record, CUdevice device, uint64_t bytes, CUdeviceptr pointer);
 CUresult gna_graph_frees(CUdeviceptr pointer, CUstream stream); /* if that is captured */
+
+/* --- freers.c ------------------------------------------------------------------------------------------------ */
+/* Around the call that frees what may be a pool's memory, in the order of a stream, which is another one's name then. */
+uint64_t gna_freer_begins(CUstream stream, CUdeviceptr pointer, bool in_graph);
+void gna_freer_ended(uint64_t name, CUstream stream);
+/* Whether the stream may have all that the GPU's pools have spare; `asks` other streams for it, and waits for none. */
+bool gna_freers_past(int record, CUstream stream, bool asks);
+uint32_t gna_freers_now(void);
+/* The application waited for one stream, or with NULL for a context (NULL: the current one), from `began` on. */
+void gna_freers_waited(CUcontext context, const CUstream *stream, uint32_t began);
+void gna_freers_never_ask(void);
+void gna_freers_gone(CUcontext context);
+void gna_freers_forget(void);
 
 /* --- imports.c -------------------------------------------------------------------------------------------- */
 void gna_exported(const void *handle, size_t bytes);

@@ -39,6 +39,7 @@ void gna_context_gone(CUcontext context) {
     static const enum gna_kind kinds[] = {GNA_LINEAR, GNA_MANAGED, GNA_FOREIGN, GNA_OPENED, GNA_ARRAY, GNA_MIPMAP, GNA_CODE, GNA_HEAP};
     struct gna_entry entry;
     gna_freed_settle(false, context);
+    gna_freers_gone(context);
     gna_prices_context_gone(context);
     for (unsigned index = 0; context != NULL && index < sizeof(kinds) / sizeof(*kinds); index++) {
         for (size_t place = 0; gna_next(kinds[index], &place, &entry);) {

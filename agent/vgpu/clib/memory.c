@@ -291,25 +291,27 @@ void gna_freed_settle(bool wait, CUcontext gone) {
     REAL(cuThreadExchangeStreamCaptureMode)(&mode);
 }
 
-/* Before the call: once it is made, the pool that it may be of seems to have as much to spare. */
-static bool take_async(CUdeviceptr pointer, struct gna_entry *entry, CUstream stream) {
+/* What was a pool's seems to be spare from the call on. */
+static CUresult free_async(CUresult (*call)(CUdeviceptr, CUstream), CUdeviceptr pointer, CUstream given, CUstream stream) {
+    struct gna_entry entry, node;
     CUgraph graph;
-    bool known = take(pointer, entry);
-    if (!known) {
-        gna_pools_freed(stream, gna_capturing(stream, &graph));
+    if (take(pointer, &entry)) {
+        return freed_async(call(pointer, given), pointer, true, &entry, stream);
     }
-    return known;
+    bool in_graph = gna_capturing(stream, &graph);
+    if (in_graph && gna_get(GNA_NODE, pointer, &node)) {
+        return freed_async(call(pointer, given), pointer, false, NULL, stream); /* a graph's own */
+    }
+    uint64_t freer = gna_freer_begins(stream, pointer, in_graph);
+    CUresult result = call(pointer, given);
+    gna_freer_ended(freer, stream);
+    return freed_async(result, pointer, false, NULL, stream);
 }
 
 HOOK(cuMemFreeAsync)(CUdeviceptr dptr, CUstream hStream) {
-    struct gna_entry entry;
-    bool known = take_async(dptr, &entry, hStream);
-    return freed_async(REAL(cuMemFreeAsync)(dptr, hStream), dptr, known, &entry, hStream);
+    return free_async(REAL(cuMemFreeAsync), dptr, hStream, hStream);
 }
 
 HOOK(cuMemFreeAsync_ptsz)(CUdeviceptr dptr, CUstream hStream) {
-    struct gna_entry entry;
-    CUstream stream = hStream == NULL ? CU_STREAM_PER_THREAD : hStream;
-    bool known = take_async(dptr, &entry, stream);
-    return freed_async(REAL(cuMemFreeAsync_ptsz)(dptr, hStream), dptr, known, &entry, stream);
+    return free_async(REAL(cuMemFreeAsync_ptsz), dptr, hStream, hStream == NULL ? CU_STREAM_PER_THREAD : hStream);
 }

@@ -10,26 +10,9 @@ struct gna_mutex gna_pools_lock;
 static _Atomic unsigned pools;
 enum { DESTROYED = 1 }; /* by the application, which has memory of it left: the driver destroys it when that is freed */
 
-/* What is freed behind a busy stream no longer counts as used, and yet only an allocation on that stream may have it before
- * the stream gets there (H200, driver 580). So what a pool has spare is believed while one stream frees, and of that one. */
-static _Atomic uintptr_t freer; /* 0: nobody yet */
-static const uintptr_t several = 1;
-
-static uintptr_t name_of(CUstream stream) {
-    static _Thread_local char own __attribute__((tls_model("initial-exec"))); /* a thread's own stream */
-    return stream == CU_STREAM_PER_THREAD ? (uintptr_t)&own : (uintptr_t)(stream == NULL ? CU_STREAM_LEGACY : stream) + several;
-}
-
-void gna_pools_freed(CUstream stream, bool in_graph) {
-    uintptr_t before = 0, name = in_graph ? several : name_of(stream);
-    if (!atomic_compare_exchange_strong(&freer, &before, name) && before != name) {
-        atomic_store(&freer, several);
-    }
-}
-
 void gna_pools_forget(void) {
     atomic_store(&pools, 0);
-    atomic_store(&freer, 0);
+    gna_freers_forget();
     gna_graphs_forget();
 }
 
@@ -118,12 +101,12 @@ static uint64_t growth(uint64_t bytes) {
     return gna_round_up(bytes, UINT64_C(32) << 20);
 }
 
-static uint64_t missing(const struct gna_entry *pool, uint64_t bytes, CUstream stream, bool whole) {
+/* What is used is asked for first: what is freed from then on does not seem spare. */
+static uint64_t missing(const struct gna_entry *pool, uint64_t bytes, CUstream stream, bool whole, bool asks) {
     cuuint64_t used;
     CUmemoryPool handle = (CUmemoryPool)(uintptr_t)pool->key;
-    uintptr_t freed_by = atomic_load(&freer);
-    bool is_anothers = freed_by != 0 && freed_by != name_of(stream);
-    if (whole || is_anothers || REAL(cuMemPoolGetAttribute)(handle, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, &used) != CUDA_SUCCESS) {
+    if (whole || REAL(cuMemPoolGetAttribute)(handle, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, &used) != CUDA_SUCCESS ||
+        !gna_freers_past(pool->record, stream, asks)) {
         return bytes;
     }
     uint64_t spare = used < pool->bytes ? pool->bytes - used : 0;
@@ -132,15 +115,14 @@ static uint64_t missing(const struct gna_entry *pool, uint64_t bytes, CUstream s
 
 /* The lock is held. `whole`: what the pool has spare was in pieces that are too small. */
 static CUresult reserve(struct gna_entry *pool, uint64_t bytes, CUstream stream, bool whole) {
-    uint64_t least = gna_round_up(missing(pool, bytes, stream, whole), GNA_GRANULE), wanted = growth(least);
+    uint64_t least = gna_round_up(missing(pool, bytes, stream, whole, false), GNA_GRANULE), wanted = growth(least);
     CUresult result = gna_reserve(pool->record, wanted);
     for (unsigned attempt = 0; result != CUDA_SUCCESS && attempt < 3; attempt++) {
         if (attempt > 0) {
             gna_reclaim_locked(pool->record, stream, attempt == 2);
             gna_get(GNA_POOL, pool->key, pool);
-            least = gna_round_up(missing(pool, bytes, stream, whole), GNA_GRANULE);
         }
-        wanted = least;
+        wanted = gna_round_up(missing(pool, bytes, stream, whole, true), GNA_GRANULE);
         result = gna_reserve(pool->record, wanted);
     }
     if (result == CUDA_SUCCESS) {
@@ -175,8 +157,9 @@ static CUresult allocate(call_t *call, CUdeviceptr *pointer, size_t bytes, CUmem
         if (settle(&entry) || result != CUDA_SUCCESS) {
             break;
         }
-        gna_pools_freed(stream, false);
+        uint64_t freer = gna_freer_begins(stream, *pointer, false);
         REAL(cuMemFreeAsync)(*pointer, stream);
+        gna_freer_ended(freer, stream);
         gna_reclaim_locked(entry.record, stream, true);
         result = CUDA_ERROR_OUT_OF_MEMORY;
     }
@@ -384,32 +367,42 @@ HOOK(cuMemPoolTrimTo)(CUmemoryPool pool, size_t minBytesToKeep) {
 }
 
 HOOK(cuMemPoolSetAttribute)(CUmemoryPool pool, CUmemPool_attribute attr, void *value) {
+    if (attr == CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC && value != NULL && *(int *)value == 0) {
+        gna_freers_never_ask(); /* the pool may give a stream nothing that another freed before somebody waits */
+    }
     CUresult result = REAL(cuMemPoolSetAttribute)(pool, attr, value);
     gna_pools_settle();
     return result;
 }
 
-#define WAIT(symbol, ...)                              \
-    CUresult result = REAL(symbol)(__VA_ARGS__);       \
-    gna_pools_settle();                                \
+#define WAIT(symbol, context, stream, ...)               \
+    uint32_t began = gna_freers_now();                   \
+    CUresult result = REAL(symbol)(__VA_ARGS__);         \
+    if (result == CUDA_SUCCESS) {                        \
+        gna_freers_waited(context, stream, began);       \
+    }                                                    \
+    gna_pools_settle();                                  \
     return result
 
 HOOK(cuCtxSynchronize)(void) {
-    WAIT(cuCtxSynchronize, );
+    WAIT(cuCtxSynchronize, NULL, NULL, );
 }
 
 HOOK(cuCtxSynchronize_v2)(CUcontext ctx) {
-    WAIT(cuCtxSynchronize_v2, ctx);
+    WAIT(cuCtxSynchronize_v2, ctx, NULL, ctx);
 }
 
 HOOK(cuStreamSynchronize)(CUstream hStream) {
-    WAIT(cuStreamSynchronize, hStream);
+    WAIT(cuStreamSynchronize, NULL, &hStream, hStream);
 }
 
 HOOK(cuStreamSynchronize_ptsz)(CUstream hStream) {
-    WAIT(cuStreamSynchronize_ptsz, hStream);
+    CUstream stream = hStream == NULL ? CU_STREAM_PER_THREAD : hStream;
+    WAIT(cuStreamSynchronize_ptsz, NULL, &stream, hStream);
 }
 
 HOOK(cuEventSynchronize)(CUevent hEvent) {
-    WAIT(cuEventSynchronize, hEvent);
+    CUresult result = REAL(cuEventSynchronize)(hEvent);
+    gna_pools_settle();
+    return result;
 }
