@@ -102,8 +102,9 @@ class HoldingsWatch:
         self.pod_changes: Cell[Any] = Cell(None)
         # The GPU of each instance, both by UUID, as the inventory knows them.
         self.instances: Callable[[], Mapping[str, str]] = dict
-        # Asks the API server for pods, by UID, beside the watch: the view shows what it answered.
-        self.ask_after: Callable[[Mapping[str, PodKey]], Awaitable[None]] | None = None
+        # Asks the API server for pods, by UID, beside the watch: the view shows what it answered. Of names
+        # that the kubelet lists one without an object may be the one that runs.
+        self.ask_after: Callable[[Mapping[str, PodKey], Collection[PodKey]], Awaitable[None]] | None = None
         # Has the kubelet write its checkpoint, by another list: without what it has freed since.
         self.rewrite: Callable[[], None] | None = None
         self._rewrites = Backoff(REWRITE_SECONDS, REWRITE_LONGEST_SECONDS, jitter=0.0)
@@ -331,18 +332,19 @@ class HoldingsWatch:
             if pod.key and any(each in holdings for each in pod.holdings.values())
         }
         if doubted:
-            await self._ask_after(doubted)
+            await self._ask_after(doubted, ())
         return self._record.joined
 
     async def confirm_names(self, names: Collection[PodKey]) -> Record | None:
-        """The same of all that pods of these names hold and the kubelet does not list; None: that is nothing.
+        """The same of all that pods of these listed names hold and no list shows; None: that is nothing.
 
-        As with a pod whose name is another's by now. Of whom it lists anything, nobody is asked after.
+        As with a pod whose name is another's by now. Of whom the kubelet lists any device, nobody is asked
+        after; one whose object is gone, and has no other in its place, runs as long as it is listed.
         """
         doubted = {uid: pod.key for uid, pod in self._unlisted().items() if pod.key and pod.key in names}
         if not doubted:
             return None
-        await self._ask_after(doubted)
+        await self._ask_after(doubted, names)
         return self._record.joined
 
     def _unlisted(self) -> Mapping[str, PodEvidence]:
@@ -354,9 +356,9 @@ class HoldingsWatch:
             if listed.isdisjoint(map(id, pod.holdings.values()))
         }
 
-    async def _ask_after(self, pods: Mapping[str, PodKey]) -> None:
+    async def _ask_after(self, pods: Mapping[str, PodKey], listed: Collection[PodKey]) -> None:
         if self.ask_after:
-            await self.ask_after(pods)
+            await self.ask_after(pods, listed)
             before = self._record
             self._record = join(
                 before, before.listed, before.entries, self.view(), same_kubelet=True, fresh=False

@@ -88,8 +88,10 @@ class ClusterPods(PodSource):
         except ApiError as error:
             raise _unavailable(error) from error
 
-    async def ask_after(self, pods: Mapping[str, PodKey]) -> None:
+    async def ask_after(self, pods: Mapping[str, PodKey], listed: Collection[PodKey] = ()) -> None:
         """Ask for pods by their UIDs, each by its name: the next view knows which are over.
+
+        A pod of a `listed` name without any object may have been deleted by force, and runs.
 
         Nothing is learnt of static pods, whose objects are mirrors, nor where the API server does not answer.
         """
@@ -97,7 +99,8 @@ class ClusterPods(PodSource):
         async def ask(uid: str, key: PodKey) -> None:
             with suppress(PodsUnavailable):
                 now = await self._read(*key)
-                if now is None or now.finished or (now.uid != uid and not _mirrors(now, uid)):
+                gone = key not in listed if now is None else now.uid != uid and not _mirrors(now, uid)
+                if gone or (now and now.finished):
                     self._over[uid] = None
                     log.info("pod_is_over", pod="/".join(key), uid=uid)
 

@@ -1,6 +1,6 @@
 """Holders that ended while their kubelet was away: it offers their units, and the API server is asked."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -27,9 +27,9 @@ class Asked(Node):
         )
         self.watch.ask_after = self._ask_after
 
-    async def _ask_after(self, pods: Mapping[str, PodKey]) -> None:
+    async def _ask_after(self, pods: Mapping[str, PodKey], listed: Collection[PodKey]) -> None:
         self.questions.append(pods)
-        self.over |= pods.keys() & self.answers
+        self.over |= {uid for uid in pods.keys() & self.answers if pods[uid] not in listed}
 
     async def confirmed(self) -> set[str]:
         """The pods that hold anything when all holders of a reading were asked after."""
@@ -90,6 +90,20 @@ async def test_who_is_listed_is_not_asked_after(
     assert await node.held() == held
 
 
+async def test_a_listed_pod_whose_object_is_gone_keeps_what_no_list_shows(node: Asked) -> None:
+    """Deleted by force before this agent began: its init container, which alone has devices, runs."""
+    node.kubelet.pods = {"web-0": {"main": ""}, "train-0": {"main": A}}
+    node.kubelet.records(("t", "main", A), ("u", "prepare", A[:-1] + "b"))
+    node.know("u", "web-0")
+    await node.held()
+    del node.pods["u"]
+    node.complete = False
+    node.answers = {"u"}
+    assert await node.watch.confirm_names({("ns", "web-0")}) is not None
+    assert node.questions == [{"u": ("ns", "web-0")}]
+    assert node.watch.gpus_by_pod().keys() == {"t", "u"}
+
+
 async def test_a_pod_that_is_listed_while_it_is_asked_after_goes_on(node: Asked) -> None:
     """It was deleted by force, and its kubelet, which had just started, had not heard of it yet."""
     node.know("u", "train-0")
@@ -100,7 +114,7 @@ async def test_a_pod_that_is_listed_while_it_is_asked_after_goes_on(node: Asked)
     node.kubelet.restart()
     await node.held()
 
-    async def answer(pods: Mapping[str, PodKey]) -> None:
+    async def answer(pods: Mapping[str, PodKey], _: Collection[PodKey]) -> None:
         node.kubelet.pods = {"train-0": {"main": A}}
         await node.watch.look()
         node.over |= pods.keys()
