@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from subprocess import DEVNULL
 
 import anyio
 import anyio.to_thread
@@ -406,7 +407,8 @@ async def test_who_keeps_the_agent_from_its_files_is_named_once(node: Node) -> N
     usage = node.isolation.folders.path(key, USAGE)
     node.isolation.close()  # the agent is killed, and its container executes the file
     await anyio.to_thread.run_sync(shutil.copy, "/bin/sleep", usage)
-    program = await anyio.open_process([usage, "600"])
+    # Without pipes: asyncio closes those that nobody reads some turns later, when the loop is gone.
+    program = await anyio.open_process([usage, "600"], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
     try:
         later = await anyio.to_thread.run_sync(Node, node.root)
         await later.isolation.start()
