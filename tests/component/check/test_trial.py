@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -299,7 +300,12 @@ async def test_ctrl_c_takes_the_pod_away(tmp_path: Path) -> None:
         fake.scripts[PODS] = [create]
         arguments = ["try", "--namespace=team", "--image=busybox", f"--kubeconfig={config}"]
         process = await anyio.open_process(
-            [sys.executable, "-m", "agent", *arguments], cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": "."}
+            [sys.executable, "-m", "agent", *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": "."},
+            # Pipes that nobody reads stay open until they are collected.
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             await eventually(lambda: bool(name) and len(fake.of(name[0])) > 1)
