@@ -324,7 +324,8 @@ class HoldingsWatch:
         """The record after the API server was asked for holders that the kubelet does not list.
 
         For when the kubelet offers what they hold: a kubelet that was away may know of an end that neither
-        the watch nor the checkpoint shows yet. Only the API server's word ends them. Within some 1 s.
+        the watch nor the checkpoint shows yet. Only the API server's word ends them, as `confirm_names` says
+        of names that are listed. Within some 1 s.
         """
         doubted = {
             uid: pod.key
@@ -332,7 +333,7 @@ class HoldingsWatch:
             if pod.key and any(each in holdings for each in pod.holdings.values())
         }
         if doubted:
-            await self._ask_after(doubted, ())
+            await self._ask_after(doubted, self._record.joined.pods)
         return self._record.joined
 
     async def confirm_names(self, names: Collection[PodKey]) -> Record | None:

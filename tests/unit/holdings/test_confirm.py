@@ -102,6 +102,12 @@ async def test_a_listed_pod_whose_object_is_gone_keeps_what_no_list_shows(node: 
     assert await node.watch.confirm_names({("ns", "web-0")}) is not None
     assert node.questions == [{"u": ("ns", "web-0")}]
     assert node.watch.gpus_by_pod().keys() == {"t", "u"}
+    # As when the kubelet offers its devices for another.
+    assert await node.confirmed() == {"train-0", "web-0"}
+    assert len(node.questions) == 2
+    assert node.watch.gpus_by_pod().keys() == {"t", "u"}
+    del node.kubelet.pods["web-0"]
+    assert await node.confirmed() == {"train-0"}
 
 
 async def test_a_pod_that_is_listed_while_it_is_asked_after_goes_on(node: Asked) -> None:
