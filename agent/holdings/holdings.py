@@ -94,7 +94,8 @@ class HoldingsWatch:
         # Pods whose objects are gone, until the kubelet says whether their containers are, too.
         self._doubted: Mapping[str, PodEvidence] = {}
         self._vanished: set[str] = set()
-        # Pods that the kubelet lists and the API server does not show, and when the first such reading began.
+        # Pods that the kubelet lists and the API server does not show, and when the first such reading began;
+        # with those of the kubelet before that the one of now has not listed yet.
         self._unshown: Mapping[PodKey, float] = {}
         self._differs = False  # whether a call has read something else than what was published last
         # The pods of this node by the API server, and the cell that is published when they change.
@@ -165,9 +166,14 @@ class HoldingsWatch:
             return None
         return frozenset(view.pods.keys() | view.contested | self.gpus_by_pod().keys())
 
-    def may_be_static(self, uid: str) -> bool:
-        """Whether the kubelet lists a pod whose UID nobody says, and which may have this one."""
-        return STATIC_UID.fullmatch(uid) is not None and bool(self._unnamed())
+    def may_be_static(self, uid: str) -> frozenset[tuple[PodKey, float]]:
+        """The pods that the kubelet lists, whose UIDs nobody says, and which may have this one.
+
+        Each is the same until its UID is known or a kubelet that has listed it does so no more.
+        """
+        if STATIC_UID.fullmatch(uid) is None:
+            return frozenset()
+        return frozenset((key, self._unshown.get(key, self.began)) for key in self._unnamed())
 
     def _unnamed(self) -> frozenset[PodKey]:
         """Pods that the kubelet lists, and neither an object nor the checkpoint says their UIDs."""
@@ -377,8 +383,10 @@ class HoldingsWatch:
         if listed.began >= self._record.listed.began:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended
+            # Those that a kubelet that has just started has not heard of yet may come again.
+            unheard = self._unshown.keys() - (self._record.joined.pods if same else ())
             self._record, self._answered_by, self._doubted = record, kubelet, {}
-            unshown = record.joined.pods - {pod.key for pod in self.view().pods.values()}
+            unshown = (record.joined.pods | unheard) - {pod.key for pod in self.view().pods.values()}
             self._unshown = {key: self._unshown.get(key, listed.began) for key in unshown}
         if record.joined != self.cell.value:
             # Read by a call: it is published by the next `refresh`, which may fail.

@@ -1,7 +1,7 @@
 """GPUs that are offered in no mode: cordoned by a person, or used by somebody whom nothing explains."""
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -280,8 +280,9 @@ class Departed:
     known: Callable[[], Collection[str] | None]
     # UIDs of pods that have gone, and of which no record said what they held; each is handed out once.
     vanished: Callable[[], Collection[str]] = tuple
-    # Whether a UID that is not known may be that of a pod whose UID nobody says.
-    may_live: Callable[[str], bool] = lambda _: False
+    # The pods whose UIDs nobody says, one of which may have one that is not known. One that ended and came
+    # again is another; one that a kubelet that has just started lists again is not.
+    may_live: Callable[[str], Collection[Hashable]] = lambda _: ()
     appeared: Cell[Any] | None = None  # published when `gpus` change
 
 
@@ -308,6 +309,7 @@ class Lingering:
         self._departed = departed
         self._recalled: set[str] = set()
         self._doubted: dict[str, set[str]] = {}  # GPUs by UIDs of pods that nobody knows, and that may live
+        self._may_be: dict[str, set[Hashable]] = {}  # the pods that these may have been, by their UIDs
         self._recalled_on: set[str] = set()  # GPUs that were read for them
         self._unread: frozenset[str] = frozenset()  # GPUs that could not be read for them at the newest look
         self._swept = -math.inf  # when all GPUs were looked at last for pods that no record has shown
@@ -393,8 +395,10 @@ class Lingering:
         for uids in self._left.values():  # a watch may show a pod after its first process
             uids.difference_update(self._recalled.intersection(known))
         self._recalled.difference_update(known)
-        for uid in filter(departed.may_live, tuple(self._recalled)):
-            # A kubelet that had just started listed none, or not yet the one whose UID this may be.
+        for uid in tuple(self._recalled):
+            if self._may_be.get(uid, set()).isdisjoint(departed.may_live(uid)):
+                continue  # a pod that has come since is another
+            # A kubelet that had just started did not list the one whose UID this may be.
             self._recalled.discard(uid)
             self._doubted[uid] = {gpu for gpu, uids in self._left.items() if uid in uids}
             for gpu in self._doubted[uid]:
@@ -408,7 +412,11 @@ class Lingering:
                 self._doubted.setdefault(uid, set()).add(gpu)
         self._recalled_on.update(pids)
         self._unread = gpus - pids.keys()  # a driver that is slow, or a GPU that hangs, is asked again
-        for uid in [each for each in self._doubted if each in known or not departed.may_live(each)]:
+        for uid in tuple(self._doubted):
+            may_be = departed.may_live(uid)
+            if may_be and uid not in known:
+                self._may_be.setdefault(uid, set()).update(may_be)
+                continue
             for gpu in self._doubted.pop(uid) if uid not in known else ():
                 self._left.setdefault(gpu, set()).add(uid)
                 self._recalled.add(uid)

@@ -39,7 +39,7 @@ class Host:
             lambda: self.gpus.value,
             self.pods,
             lambda: self.known,
-            may_live=lambda uid: uid in self.static,
+            may_live=lambda uid: self.static & {uid},
             appeared=self.gpus,
         )
         self.lingering = Lingering(
@@ -169,28 +169,6 @@ async def test_a_process_that_may_be_a_static_pods_is_judged_once_that_is_said()
     host.known = frozenset({"b" * 32})
     await host.lingering.look()
     assert [*host.lingering.found] == [FIRST.uuid]
-    assert f"7 of pod {'a' * 32}" in host.lingering.found[FIRST.uuid]
-
-
-async def test_a_static_pod_that_its_kubelet_lists_again_keeps_no_gpu() -> None:
-    """A monitor without a mirror: a kubelet that has just started lists no pod, and nobody says its UID."""
-    host = Host()
-    host.known, host.pids[FIRST.uuid] = frozenset(), {7: "a" * 32, 8: "uid-departed"}
-    await host.lingering.look()
-    assert f"7 of pod {'a' * 32}" in host.lingering.found[FIRST.uuid]
-    host.static = {"a" * 32}
-    host.known = None  # the watch may show it yet
-    await host.lingering.look()
-    assert f"7 of pod {'a' * 32}" in host.lingering.found[FIRST.uuid]
-    host.known = frozenset()
-    await host.lingering.look()
-    assert ": 8 of pod uid-departed;" in host.lingering.found[FIRST.uuid]
-    host.pids[FIRST.uuid] = {7: "a" * 32}
-    await host.lingering.look()
-    assert not host.lingering.found
-    assert not host.lingering.unsettled
-    host.static.clear()  # listed no more: it has ended, and its process stays
-    await host.lingering.look()
     assert f"7 of pod {'a' * 32}" in host.lingering.found[FIRST.uuid]
 
 
