@@ -145,7 +145,10 @@ uint32_t gna_freers_now(void);
 /* The application waited for one stream, or with NULL for a context (NULL: the current one), from `began` on. */
 void gna_freers_waited(CUcontext context, const CUstream *stream, uint32_t began);
 void gna_freers_never_ask(void);
-void gna_freers_gone(CUcontext context);
+/* Around the call that ends a context, whose streams and events nobody asks any more from before the call on: what the first
+ * returns is given to the second, with the context where the call failed, or NULL. */
+uint64_t gna_freers_leave(CUcontext context);
+void gna_freers_left(uint64_t leaving, CUcontext stays);
 void gna_freers_forget(void);
 
 /* --- imports.c -------------------------------------------------------------------------------------------- */

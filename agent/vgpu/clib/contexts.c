@@ -39,7 +39,6 @@ void gna_context_gone(CUcontext context) {
     static const enum gna_kind kinds[] = {GNA_LINEAR, GNA_MANAGED, GNA_FOREIGN, GNA_OPENED, GNA_ARRAY, GNA_MIPMAP, GNA_CODE, GNA_HEAP};
     struct gna_entry entry;
     gna_freed_settle(false, context);
-    gna_freers_gone(context);
     gna_prices_context_gone(context);
     for (unsigned index = 0; context != NULL && index < sizeof(kinds) / sizeof(*kinds); index++) {
         for (size_t place = 0; gna_next(kinds[index], &place, &entry);) {
@@ -56,8 +55,9 @@ void gna_context_gone(CUcontext context) {
     }
 }
 
-static CUresult destroyed(CUresult result, CUcontext context) {
+static CUresult destroyed(CUresult result, CUcontext context, uint64_t leaving) {
     struct gna_entry entry;
+    gna_freers_left(leaving, result == CUDA_SUCCESS ? NULL : context);
     if (result == CUDA_SUCCESS && gna_take(GNA_CONTEXT, (uintptr_t)context, &entry)) {
         gna_context_gone(context);
         gna_context_charged(entry.record, -(int64_t)entry.bytes);
@@ -92,12 +92,14 @@ HOOK(cuCtxCreate_v4)(CUcontext *pctx, CUctxCreateParams *ctxCreateParams, unsign
 
 HOOK(cuCtxDestroy)(CUcontext ctx) {
     gna_attach();
-    return destroyed(REAL(cuCtxDestroy)(ctx), ctx);
+    uint64_t leaving = gna_freers_leave(ctx);
+    return destroyed(REAL(cuCtxDestroy)(ctx), ctx, leaving);
 }
 
 HOOK(cuCtxDestroy_v2)(CUcontext ctx) {
     gna_attach();
-    return destroyed(REAL(cuCtxDestroy_v2)(ctx), ctx);
+    uint64_t leaving = gna_freers_leave(ctx);
+    return destroyed(REAL(cuCtxDestroy_v2)(ctx), ctx, leaving);
 }
 
 /* The primary context of a device has the key of its device, which no handle has. */
@@ -163,6 +165,13 @@ HOOK(cuDevicePrimaryCtxRetain)(CUcontext *pctx, CUdevice dev) {
     return result;
 }
 
+/* NULL: it stays, or is not known. */
+static CUcontext ending(CUdevice dev, bool reset) {
+    struct gna_entry entry;
+    bool ends = gna_get(GNA_CONTEXT, primary_key(dev), &entry) && (reset || entry.count <= 1);
+    return ends ? (CUcontext)(uintptr_t)entry.other : NULL;
+}
+
 static void dropped(CUdevice dev, bool reset) {
     struct gna_entry entry;
     if (!gna_take(GNA_CONTEXT, primary_key(dev), &entry)) {
@@ -195,7 +204,10 @@ static void dropped(CUdevice dev, bool reset) {
     gna_enter(&primary_lock);                    \
     gna_attach();                                \
     gna_enter(&gna_pools_lock); /* or another thread would ask for pools that are gone */ \
+    CUcontext context = ending(dev, reset);      \
+    uint64_t leaving = gna_freers_leave(context); \
     CUresult result = REAL(symbol)(dev);         \
+    gna_freers_left(leaving, result == CUDA_SUCCESS ? NULL : context); \
     if (result == CUDA_SUCCESS) {                \
         dropped(dev, reset);                     \
     }                                            \

@@ -45,6 +45,11 @@ static uint64_t name_of(CUstream stream, CUcontext context) {
     return ((uintptr_t)context * UINT64_C(0x9e3779b97f4a7c15) ^ own << 1) | OF_THREAD | 1;
 }
 
+/* Even, unlike a thread's: of what no stream is asked for. */
+static uint64_t new_name(void) {
+    return (atomic_fetch_add(&numbers, 1) + 1) << 1 | OF_THREAD;
+}
+
 void gna_freers_forget(void) {
     atomic_store(&freers, 0);
 }
@@ -204,15 +209,47 @@ void gna_freers_waited(CUcontext context, const CUstream *stream, uint32_t began
     gna_leave(&lock);
 }
 
-void gna_freers_gone(CUcontext context) {
+/* Another context and its streams may get the handles as soon as the driver is called: what is left has neither. A call that
+ * fails may have ended the context all the same, so that its streams are not asked after it either, only waited for. */
+uint64_t gna_freers_leave(CUcontext context) {
     struct gna_entry entry;
-    if (atomic_load(&freers) == 0) {
-        return;
+    if (context == NULL || atomic_load(&freers) == 0) {
+        return 0;
     }
+    uint64_t leaving = new_name(); /* no context has it */
     gna_enter(&lock);
-    for (size_t place = 0; gna_next(GNA_FREER, &place, &entry);) {
-        if (entry.key != IN_GRAPH && entry.other == (uintptr_t)context) {
-            drop(&entry, false);
+    for (bool again = true; again;) { /* the table may move */
+        again = false;
+        for (size_t place = 0; gna_next(GNA_FREER, &place, &entry);) {
+            if (entry.key != IN_GRAPH && entry.other == (uintptr_t)context && gna_take(GNA_FREER, entry.key, &entry)) {
+                entry.key = new_name();
+                entry.other = leaving;
+                entry.bytes = entry.count = 0;
+                gna_put(&entry);
+                again = true;
+            }
+        }
+    }
+    gna_leave(&lock);
+    return leaving;
+}
+
+void gna_freers_left(uint64_t leaving, CUcontext stays) {
+    struct gna_entry entry;
+    gna_enter(&lock);
+    for (bool again = leaving != 0; again;) {
+        again = false;
+        for (size_t place = 0; gna_next(GNA_FREER, &place, &entry);) {
+            if (entry.other != leaving) {
+                continue;
+            }
+            again = true;
+            if (stays == NULL) {
+                drop(&entry, false);
+            } else {
+                entry.other = (uintptr_t)stays;
+                gna_put(&entry);
+            }
         }
     }
     gna_leave(&lock);
@@ -227,7 +264,7 @@ static void retire(CUstream stream) {
     gna_enter(&lock);
     bool is_known = gna_take(GNA_FREER, (uintptr_t)stream, &entry);
     if (is_known) {
-        entry.key = (atomic_fetch_add(&numbers, 1) + 1) << 1 | OF_THREAD; /* even, as no thread's is */
+        entry.key = new_name();
         entry.count++;
         gna_put(&entry);
     }

@@ -74,6 +74,39 @@ int cuMemAllocAsync(u64 *address, size_t bytes, void *stream) {
 int cuMemFreeAsync(u64 address, void *stream) { (void)stream; used -= sizes[address >> 21]; return 0; }
 """
 
+ENDING: Final = PIECES.replace(
+    "int cuStreamGetCtx(void *stream, void **context) { (void)stream; *context = &last; return 0; }",
+    """
+#include <stdlib.h>
+#include <time.h>
+volatile int ends;
+static int end(void) { ends = 1; nanosleep(&(struct timespec){.tv_nsec = 300000000}, NULL); return RESULT; }
+static int got(void **context) { *context = (void *)0x5000; return 0; }
+int cuStreamGetCtx(void *stream, void **context) {
+    return stream == (void *)16 ? got(context) : cuCtxGetCurrent(context);
+}
+int cuCtxCreate_v2(void **context, unsigned flags, int device) {
+    (void)flags;
+    (void)device;
+    return got(context);
+}
+int cuCtxSynchronize_v2(void *context) { (void)context; return 0; }
+int cuCtxDestroy_v2(void *context) { (void)context; return end(); }
+int cuDevicePrimaryCtxRetain(void **context, int device) { (void)device; return got(context); }
+int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return end(); }
+int cuDevicePrimaryCtxReset_v2(int device) { (void)device; return end(); }
+int cuStreamDestroy_v2(void *stream) { (void)stream; return 0; }
+int cuEventCreate(void **event, unsigned flags) { (void)flags; *event = &used; return 0; }
+int cuEventRecord(void *event, void *stream) { (void)event; (void)stream; return 0; }
+int cuEventQuery(void *event) { (void)event; return 0; }
+int cuEventDestroy_v2(void *event) { (void)event; return 0; }
+""",
+)
+"""The context 0x5000, and with it the stream 16, is gone long before the call that ends it is over."""
+
+GONE: Final = "(ends && stream == (void *)16 ? abort(), 0 : 0)"
+"""As a driver that follows the handle of a stream that went with its context."""
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -176,3 +209,47 @@ def test_streams_that_are_gone_are_forgotten(
     assert machine.calls("cuEventDestroy_v2") >= 40
     program("check('cuDevicePrimaryCtxReset_v2', 0)", "context = init()")
     assert program("take(900, 0)")[0] == 0
+
+
+def ended_by(call: str) -> tuple[str, ...]:
+    """Another thread begins to end the context."""
+    begun = "ctypes.c_int.in_dll(CUDA, 'ends').value"
+    started = f"ending = threading.Thread(target=lambda: {call})", "ending.start()"
+    return (*started, f"while ending.is_alive() and not {begun}: time.sleep(0.001)")
+
+
+@pytest.mark.parametrize(
+    ("made_by", "call"),
+    [
+        ("'cuCtxCreate_v2', 0", "call('cuCtxDestroy_v2', u64(ended))"),
+        ("'cuDevicePrimaryCtxRetain'", "call('cuDevicePrimaryCtxRelease_v2', 0)"),
+        ("'cuDevicePrimaryCtxRetain'", "call('cuDevicePrimaryCtxReset_v2', 0)"),
+    ],
+)
+@pytest.mark.parametrize("result", [0, 700])
+def test_the_streams_of_a_context_that_ends_are_not_asked(
+    made_by: str, call: str, result: int, container: MakeContainer, programs: Programs, tmp_path: Path
+) -> None:
+    made = container(1100)
+    source = ENDING.replace("ANSWER", GONE).replace("RESULT", str(result))
+    program = programs(made, STREAMS, driver=shared(tmp_path, "libcuda.so.1", source))
+    program(f"ended = out({made_by}, 0)", "held = take(20, 48)")
+    program("give_behind(600, 0, 16)", "check('cuMemFreeAsync', u64(held[1]), u64(48))")
+    program(*ended_by(call), "check('cuStreamDestroy_v2', u64(48))", "ending.join()")
+    if result:
+        assert program("take(600, 32)[0]") == 2  # the context may be there, and the stream not
+        program("check('cuCtxSynchronize_v2', u64(ended))")
+    assert program("take(600, 32)[0]") == 0
+
+
+def test_a_context_that_ends_takes_nothing_of_the_next_one_along(
+    container: MakeContainer, programs: Programs, tmp_path: Path
+) -> None:
+    """The next one has its handle, and a stream with a handle of before."""
+    made = container(1300)
+    source = ENDING.replace("ANSWER", "600").replace("RESULT", "0")
+    program = programs(made, STREAMS, driver=shared(tmp_path, "libcuda.so.1", source))
+    program("ended = out('cuCtxCreate_v2', 0, 0)", "give_behind(20, 0, 16)")
+    program(*ended_by("call('cuCtxDestroy_v2', u64(ended))"), "out('cuCtxCreate_v2', 0, 0)")
+    program("give_behind(600, 0, 16)", "ending.join()")
+    assert program("take(600, 32)[0]") == 2  # its stream has not got there
