@@ -136,9 +136,10 @@ class Api:
     def mirror_static_pods(self) -> None:
         """Write the objects that stand for static pods which the kubelet has admitted.
 
-        The pod's worker does so (`kubelet.go`, `tryReconcileMirrorPods`). One that was refused has no worker
-        (`HandlePodAdditions`): it gets no object and is never tried again. Not modelled: a starting kubelet
-        writes missing objects once beside admission, too (`fastStaticPodsRegistration`).
+        The pod's worker does so (`kubelet.go`, `tryReconcileMirrorPods`), beside the admission of others, and
+        `Life._sync` again. One that was refused has no worker (`HandlePodAdditions`): it gets no object and
+        is never tried again. Not modelled: a starting kubelet writes missing objects once beside admission,
+        too (`fastStaticPodsRegistration`).
         """
         missing = [pod for key, pod in self.manifests.items() if pod.admitted and key not in self.pods]
         if missing and self.reachable:

@@ -126,6 +126,7 @@ class PodWorkers:
 
     async def _run(self, pod: Pod, scope: anyio.CancelScope) -> None:
         with scope:
+            self._api.mirror_static_pods()
             if pod.claims and not any(uid == pod.uid for uid, _ in self._containers.views):
                 await self._prepare(pod)
             for container in pod.spec.init_containers:

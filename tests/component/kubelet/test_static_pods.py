@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import aiohttp
@@ -54,6 +55,25 @@ async def test_the_mirror_comes_after_admission(kubelet: EmbeddedKubelet, root: 
             await kubelet.delete_pod(STATIC)
             assert await pods() == {}
             await run(kubelet, pod("next", 8))
+
+
+async def test_the_mirror_comes_beside_the_admission_of_the_next_pod(
+    kubelet: EmbeddedKubelet, root: Path
+) -> None:
+    mirrored: list[bool] = []
+
+    def look() -> None:
+        give_up = monotonic() + (2.0 if mirrored else 0.0)
+        while STATIC.key not in kubelet.api.pods and monotonic() < give_up:
+            sleep(0.01)
+        mirrored.append(STATIC.key in kubelet.api.pods)
+
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT, before_answer=look).serving():
+            await ready(kubelet)
+            kubelet.create_pod(STATIC)
+            await run(kubelet, pod("next"))
+    assert mirrored == [False, True]
 
 
 async def test_one_that_is_refused_is_never_seen_nor_tried_again(
