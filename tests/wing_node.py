@@ -9,7 +9,8 @@ from agent.kit.tasks import Cell
 from agent.model.modes import Assignment
 from agent.modes.desired import DesiredSource, catalog_of
 from agent.modes.wing import Node
-from agent.pairing.resolver import PodSource, Recorder
+from agent.pairing.pairing import Recorder
+from agent.pairing.resolver import PodSource
 from agent.settings import Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

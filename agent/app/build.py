@@ -33,7 +33,8 @@ from agent.modes.withholding import CordonBook
 from agent.node import conditions as node_writers
 from agent.node import refused_pods
 from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
-from agent.pairing.resolver import PodSource, Recorder
+from agent.pairing.pairing import Recorder
+from agent.pairing.resolver import PodSource
 from agent.settings import Settings
 from agent.status import top
 from agent.status.commands import Commands

@@ -17,7 +17,8 @@ from agent.holdings.record import PodKey, View
 from agent.kit.tasks import Backoff
 from agent.model.cgroup import STATIC_UID
 from agent.model.pod import Pod
-from agent.pairing.resolver import PodSource, PodsUnavailable, Recorder
+from agent.pairing.pairing import Recorder
+from agent.pairing.resolver import PodSource, PodsUnavailable
 
 log = structlog.get_logger()
 

@@ -19,9 +19,10 @@ import structlog
 
 from agent.kit.tasks import Cell
 from agent.model.holding import Holder, Ledger, PairMember, Record, Reservation, UnitPool
-from agent.model.pod import Pod
+from agent.model.placement import ASSIGNED, HINT, places
+from agent.model.pod import WAITING_FOR_GPU, Pod
 from agent.pairing.pair_rules import Call, Grant, PairRules, PairState
-from agent.pairing.resolver import Cause, PairRefused, PodKey, Recorder, RequesterResolver, resource_of
+from agent.pairing.resolver import Cause, PairRefused, PodKey, RequesterResolver, resource_of
 
 log = structlog.get_logger()
 
@@ -33,6 +34,38 @@ PROMPT_SECONDS = 1.0
 SETTLED_SECONDS = 1.0
 # The kubelet records what an Allocate gave some milliseconds after it: an earlier reading says nothing of it.
 RECORDED_SECONDS = 1.0
+
+
+class Recorder:
+    """Reports to pods' owners; never waits. This one writes to the log alone."""
+
+    def refused(self, pod: Pod, message: str) -> None:
+        """A request of the pod was refused; the socket's service logs it."""
+        # The kubelet may ask for both members before it gives the pod up: one event says it.
+        self.event(pod, "AllocationRefused", message, key="refused")
+
+    def waiting(self, pod: Pod, message: str, key: str) -> None:
+        """A container of the pod cannot start yet; the kubelet tries again. `key`: what it waits for."""
+        self.event(pod, WAITING_FOR_GPU, message, key=key)
+
+    def hint_ignored(self, pod: Pod, message: str) -> None:
+        """The scheduler's choice was not followed."""
+        log.warning("placement_hint_ignored", pod=f"{pod.namespace}/{pod.name}", reason=message)
+        self.event(pod, "PlacementHintIgnored", message)
+
+    def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
+        """A container has its GPUs. `last`: no later container of the pod asks for GPUs of this pair.
+
+        A choice that is carried out counts no more, and that for later containers is still to be followed.
+        """
+        chosen = {f"{HINT}{places(pod.containers).index(container)}": ",".join(map(str, indices))}
+        self.annotate(pod, {**chosen, ASSIGNED: "true"} if last else chosen)
+
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        """The pod is to have these annotations."""
+
+    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
+        """Something happened to the pod; the caller logs it. `key`: said once, see `EventRecorder`."""
 
 
 @dataclass(frozen=True, slots=True)

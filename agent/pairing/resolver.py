@@ -14,10 +14,8 @@ from agent.kit.tasks import Backoff
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
 from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation, Source
 from agent.model.modes import ResourcePair
-from agent.model.placement import ASSIGNED, HINT, places
 from agent.model.pod import (
     STATIC_PODS,
-    WAITING_FOR_GPU,
     Container,
     Demand,
     InitContainerGroup,
@@ -26,8 +24,6 @@ from agent.model.pod import (
     demand_of,
     init_group_of,
 )
-
-# Pairing's ports to the outside, and its refusals.
 
 log = structlog.get_logger()
 
@@ -90,38 +86,6 @@ class PodSource:
     async def list_now(self) -> Collection[Pod]:
         """All pods of this node by the API server's word of now, within a second. Raises PodsUnavailable."""
         raise PodsUnavailable("the node's pods cannot be listed: the agent has no API server")
-
-
-class Recorder:
-    """Reports to pods' owners; never waits. This one writes to the log alone."""
-
-    def refused(self, pod: Pod, message: str) -> None:
-        """A request of the pod was refused; the socket's service logs it."""
-        # The kubelet may ask for both members before it gives the pod up: one event says it.
-        self.event(pod, "AllocationRefused", message, key="refused")
-
-    def waiting(self, pod: Pod, message: str, key: str) -> None:
-        """A container of the pod cannot start yet; the kubelet tries again. `key`: what it waits for."""
-        self.event(pod, WAITING_FOR_GPU, message, key=key)
-
-    def hint_ignored(self, pod: Pod, message: str) -> None:
-        """The scheduler's choice was not followed."""
-        log.warning("placement_hint_ignored", pod=f"{pod.namespace}/{pod.name}", reason=message)
-        self.event(pod, "PlacementHintIgnored", message)
-
-    def chosen(self, pod: Pod, container: str, indices: Sequence[int], *, last: bool) -> None:
-        """A container has its GPUs. `last`: no later container of the pod asks for GPUs of this pair.
-
-        A choice that is carried out counts no more, and that for later containers is still to be followed.
-        """
-        chosen = {f"{HINT}{places(pod.containers).index(container)}": ",".join(map(str, indices))}
-        self.annotate(pod, {**chosen, ASSIGNED: "true"} if last else chosen)
-
-    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        """The pod is to have these annotations."""
-
-    def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
-        """Something happened to the pod; the caller logs it. `key`: said once, see `EventRecorder`."""
 
 
 # Which container is asking: pure, from the record of who holds what and the pods' specs.
@@ -236,6 +200,7 @@ class _Answers:
     told: set[PodKey] = field(default_factory=set)  # whose failures were logged
     there: frozenset[str] = frozenset()  # UIDs of pods that it had when the call began
     first_until: float = -math.inf  # a first list by then shows them, too
+    wanted: frozenset[PodKey] = frozenset()  # pods that asked for as much as the call, when it began
     unseen: frozenset[PodKey] = frozenset()  # by the last record: as `_unseen` beside one that waits
     named: set[PodKey] = field(default_factory=set)  # whose holders it was asked for
     useless: bool = False  # it did answer, with a refusal or what is no pod: that is not waited for
@@ -328,8 +293,8 @@ class RequesterResolver:
         give_up = began + PATIENCE_SECONDS
         alike_until, away_until = (arrived + each.seconds(began) for each in (self._alike, self._away))
         pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-        there = frozenset(pod.uid for pod in self._source.pods_on_node())
-        asked = _Answers(there=there, first_until=began + MISS_SECONDS)
+        resource = resource_of(self._pair, member)
+        asked = self._begin(resource, size, began)
         for attempt in itertools.count(1):
             facts = await self._facts(member, give_up - anyio.current_time(), asked)
             found = self._askers(member, size, facts, reservations)
@@ -348,7 +313,7 @@ class RequesterResolver:
                 # before that kubelet has heard of others, and by now who was just rejected is out.
                 found = [each for each in found if not each.pod.started] or found
             waits = not any(each.pod.started or each.pod.uid in refused for each in found)
-            unseen = self._unseen(facts, asked, waits=waits)
+            unseen = self._unseen(facts, asked, found, waits=waits)
             # Without a record nobody says whether one is there.
             alike = len(found) > 1 or bool(found and (unseen or not (waits or facts.record)))
             if found and not alike and facts.known and not found[0].pod.ending:
@@ -374,18 +339,36 @@ class RequesterResolver:
             pauses.longest = LONGEST_PAUSE_SECONDS if facts.known else AWAY_PAUSE_SECONDS
             pause = pauses.next()
             await anyio.sleep(pause if attempt < TRIES else min(pause, until - now))
-        raise _nobody(facts, f"{size} of {resource_of(self._pair, member)}", found, unseen)
+        raise _nobody(facts, f"{size} of {resource}", found, unseen)
 
-    def _unseen(self, facts: Facts, asked: _Answers, *, waits: bool) -> frozenset[PodKey]:
-        """Pods that the API server does not know, one of which may be asking: a static one before its mirror.
+    def _begin(self, resource: str, size: int, now: float) -> _Answers:
+        seen = self._source.pods_on_node()
+        return _Answers(
+            there=frozenset(pod.uid for pod in seen),
+            first_until=now + MISS_SECONDS,
+            wanted=frozenset(
+                pod.key for pod in seen if any(each.limits.get(resource) == size for each in pod.containers)
+            ),
+        )
 
-        `waits`: those that may ask in its place wait to be admitted; of the static ones, those are through
-        then that were listed before others. Else all count: an edited manifest makes another pod of the name.
+    def _unseen(
+        self, facts: Facts, asked: _Answers, found: Collection[Asker], *, waits: bool
+    ) -> frozenset[PodKey]:
+        """Pods that nobody can see, one of which may be asking: a static one before its mirror.
+
+        `waits`: those `found` wait to be admitted; of the static ones, those are through then that were
+        listed before others. Else all count: an edited manifest makes another pod of the name. Others were
+        deleted by force: they count where they asked for as much, or one that was `found` is through itself.
         """
         if facts.record is None:  # what the call saw before counts on
             return asked.unseen - facts.pods.keys()
-        newcomers = facts.absent & facts.record.newcomers
-        asked.unseen = frozenset(key for key in newcomers if self._source.may_be_static(key[1]))
+        newcomers = facts.record.newcomers
+        through = any(each.pod.key not in newcomers for each in found)
+        asked.unseen = frozenset(
+            key
+            for key in (facts.absent | facts.unknown) & newcomers
+            if through or key in asked.wanted or self._source.may_be_static(key[1])
+        )
         return asked.unseen if waits else facts.absent
 
     async def confirmed(self, record: Record) -> Record:
@@ -399,7 +382,14 @@ class RequesterResolver:
         return askers(self._pair, member, size, facts.record, held, facts.pods.values(), reservations)
 
     async def _facts(self, member: PairMember, deadline: float, asked: _Answers) -> Facts:
-        record = await self.record(deadline)
+        early = anyio.current_time() + MISS_SECONDS / 2 < asked.first_until
+        with anyio.move_on_after(MISS_SECONDS / 2 if early else math.inf) as quick:
+            record = await self.record(deadline)
+        if quick.cancelled_caught:  # the list of the first second must not wait for a reading that may fail
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._by_the_server, asked)
+                record = await self.record(deadline - MISS_SECONDS / 2)
+                group.cancel_scope.cancel()
         if record is None:
             return await self._by_the_server(asked)
         shown = {pod.key for pod in self._source.pods_on_node()}
@@ -441,15 +431,18 @@ class RequesterResolver:
 
     async def _by_the_server(self, asked: _Answers) -> Facts:
         """All pods of the node, read now: a watch may be mute, and no record shows what has come since."""
-        first, asked.first_until = anyio.current_time() < asked.first_until, -math.inf
+        # The kubelet had heard of the one that asks when it called; the watch may be a moment behind.
+        first = anyio.current_time() < asked.first_until
+        if first:
+            asked.there |= {pod.uid for pod in self._source.pods_on_node()}
         try:
             pods = await self._source.list_now()
         except PodsUnavailable as error:
             log.warning("pods_unavailable", problem=str(error))
             asked.useless = not error.away
             return Facts(None, {}, problem=str(error))
-        # The kubelet had heard of the one that asks when it called.
         if first:
+            asked.first_until = -math.inf
             asked.there |= {pod.uid for pod in pods}
         return Facts(None, {pod.key: pod for pod in pods if pod.uid in asked.there})
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from agent.model.pod import Metadata, Pod
-from agent.pairing.resolver import Recorder
+from agent.pairing.pairing import Recorder
 from agent.vgpu.folders import About, Place
 from agent.vgpu.layout import CountedUsage
 from agent.vgpu.limits import ContainerLimits

@@ -11,7 +11,7 @@ import anyio.to_thread
 from agent.kit.tasks import Cell
 from agent.model.holding import PairMember, Record
 from agent.model.pod import VGPU
-from agent.pairing.resolver import Recorder
+from agent.pairing.pairing import Recorder
 from agent.vgpu import layout
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import LIMITS, About, LimitFolders, key_of

@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from agent.kit.tasks import Cell
 from agent.model.holding import PairMember, Record
-from agent.pairing.resolver import Recorder
+from agent.pairing.pairing import Recorder
 from agent.vgpu.compute import Compute, ComputeRequest
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.folders import About, LimitFolders

@@ -20,8 +20,8 @@ from agent.mps import plugin as mps
 from agent.mps.daemon_manager import DaemonManager
 from agent.mps.plugin import Conditions, MpsPlugin
 from agent.mps.pods import RootCheck
-from agent.pairing.pairing import Pairing
-from agent.pairing.resolver import PodSource, Recorder
+from agent.pairing.pairing import Pairing, Recorder
+from agent.pairing.resolver import PodSource
 from agent.settings import Settings, load
 from tests.pods import a_pod
 from tests.unit.pairing.kubelet_model import machine

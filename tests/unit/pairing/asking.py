@@ -6,7 +6,7 @@ from typing import Any
 
 from agent.model.holding import PairMember
 from agent.model.pod import Pod
-from agent.pairing.resolver import Recorder
+from agent.pairing.pairing import Recorder
 from tests.unit.pairing.kubelet_model import Admission, KubeletModel
 
 

@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from agent.model.holding import PairMember
-from agent.model.pod import MPS, Container
+from agent.model.pod import MPS, Container, Pod
 from agent.pairing.pair_rules import PairRules
 from agent.pairing.pairing import Pairing
 from agent.pairing.resolver import DOUBT_SECONDS, PairRefused, PodSource, RequesterResolver
@@ -21,6 +21,13 @@ def node(*seen: str, runs: bool = False) -> KubeletModel:
         each = pod(name, share("main", 30, 10), phase="Running" if runs else "Pending", started=runs)
         kubelet.api[each.key], kubelet.taken_up[each.key] = each, Admission(each)
     return kubelet
+
+
+class Unreachable(KubeletModel):
+    """Answers no GET while it cannot be reached."""
+
+    async def get(self, namespace: str, name: str) -> Pod | None:
+        return await self.fetch(namespace, name)
 
 
 async def is_refused(kubelet: KubeletModel) -> None:
@@ -93,6 +100,50 @@ async def test_reading_that_fails_ends_no_doubt() -> None:
         group.start_soon(stumbles)
         await is_refused(kubelet)
     assert anyio.current_time() >= DOUBT_SECONDS
+
+
+@in_virtual_time
+async def test_static_pod_that_could_not_be_asked_for_is_not_forgotten_by_a_reading_that_fails() -> None:
+    """A record has shown it; then the API server answers again, and the record cannot be read."""
+    kubelet = Unreachable()
+    waits = pod("waits", share("main", 30, 10))
+    kubelet.api[waits.key] = waits
+    kubelet.taken_up = {each.key: Admission(each) for each in (waits, STATIC)}
+    kubelet.reachable = False
+
+    async def stumbles() -> None:
+        await anyio.sleep(0.7)
+        kubelet.records_readable, kubelet.reachable = False, True
+        await anyio.sleep(3)
+        kubelet.records_readable = True
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(stumbles)
+        await is_refused(kubelet)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@in_virtual_time
+async def test_share_of_one_that_is_deleted_by_force_in_its_own_call_goes_to_no_other(
+    *, before: bool
+) -> None:
+    """`before`: the other was listed before it, so is through; else the watch has shown what it asked for."""
+    kubelet = node("waits")
+    gone = pod("gone", share("main", 30, 10))
+    if before:
+        await kubelet.refresh()
+        kubelet.now += 1
+    else:
+        kubelet.api[gone.key] = gone
+    kubelet.taken_up[gone.key] = Admission(gone)
+
+    async def is_deleted() -> None:
+        await anyio.sleep(0.01)
+        kubelet.api.pop(gone.key, None)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(is_refused, kubelet)
+        group.start_soon(is_deleted)
 
 
 @pytest.mark.parametrize("away", ["the API server", "the record", "both"])

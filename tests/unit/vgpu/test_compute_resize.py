@@ -10,7 +10,7 @@ import msgspec
 from agent.kit.tasks import Cell
 from agent.model.holding import PairMember
 from agent.model.pod import Pod
-from agent.pairing.resolver import Recorder
+from agent.pairing.pairing import Recorder
 from agent.vgpu.events import LimitEvents
 from agent.vgpu.limits import ContainerLimits, Enforcement
 from agent.vgpu.resize import FreeUnits, NoUnits, Resizer

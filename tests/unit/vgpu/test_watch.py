@@ -17,7 +17,7 @@ import pytest
 from agent.kit.tasks import Cell
 from agent.model.holding import Record
 from agent.model.pod import Pod
-from agent.pairing.resolver import Recorder
+from agent.pairing.pairing import Recorder
 from agent.telemetry import definitions as d
 from agent.telemetry.definitions import Definition
 from agent.vgpu import layout

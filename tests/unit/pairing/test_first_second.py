@@ -1,0 +1,78 @@
+"""Without a record: the one that asks is there by whatever shows it in the first second of its call."""
+
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import anyio
+import pytest
+
+from agent.kubelet.podresources import PodResourcesUnavailable
+from agent.model.holding import PairMember, Record
+from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
+from tests.virtual_time import in_virtual_time
+
+
+class Hanging(KubeletModel):
+    """A kubelet whose lists take so many seconds, and fail."""
+
+    seconds = 0.0
+
+    async def look(self, deadline: float = 1.0) -> Record:
+        await anyio.sleep(min(deadline, self.seconds))
+        raise PodResourcesUnavailable("no kubelet here")
+
+
+async def asked(kubelet: KubeletModel, then: Callable[[], Coroutine[Any, Any, None]]) -> float:
+    """A pod asks that the watch does not show yet; the answer is when it is granted its share."""
+    new = pod("new", share("main", 30, 10))
+    kubelet.taken_up[new.key] = Admission(new)
+    kubelet.api[new.key], kubelet.cached = new, False
+    async with anyio.create_task_group() as group:
+        group.start_soon(then)
+        await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+    assert kubelet.pairing.ledger.reservations[0].holder.pod == "new"
+    return anyio.current_time()
+
+
+@pytest.mark.parametrize("mute", [False, True])
+@pytest.mark.parametrize("seconds", [0.2, 0.7, 2.0, math.inf])
+@in_virtual_time
+async def test_reading_that_hangs_costs_the_asker_time_alone(seconds: float, *, mute: bool) -> None:
+    kubelet = Hanging()
+    kubelet.seconds = seconds
+
+    async def shows() -> None:
+        await anyio.sleep(0.1)
+        kubelet.cached = not mute
+
+    assert await asked(kubelet, shows) < min(2 * seconds + 1, 20)
+
+
+@in_virtual_time
+async def test_first_list_that_is_lost_costs_the_asker_nothing() -> None:
+    kubelet = KubeletModel()
+    kubelet.records_readable = kubelet.reachable = False
+
+    async def shows() -> None:
+        await anyio.sleep(0.1)
+        kubelet.cached = True
+        await anyio.sleep(0.2)
+        kubelet.reachable = True
+
+    assert await asked(kubelet, shows) < 2
+
+
+@in_virtual_time
+async def test_watch_that_shows_it_a_moment_later_says_so_whatever_the_list_does() -> None:
+    """The API server answers no list within the first second."""
+    kubelet = KubeletModel()
+    kubelet.records_readable = kubelet.reachable = False
+
+    async def shows() -> None:
+        await anyio.sleep(0.1)
+        kubelet.cached = True
+        await anyio.sleep(1.5)
+        kubelet.reachable = True
+
+    assert await asked(kubelet, shows) < 5
