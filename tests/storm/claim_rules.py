@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 
+from agent.kubelet.podresources import LIST_SECONDS
 from agent.model.modes import WHOLE_GPUS, Mode, units
 from agent.model.resource_claim import DRIVER, WORDS, parse_device, pool_of
 from agent.simulator.kubelet.api_server import Pod
@@ -13,6 +14,7 @@ from agent.simulator.kubelet.claim_state import ClaimInfo
 from agent.simulator.kubelet.pod_specs import Phase
 from agent.simulator.kubelet.resource_allocation import results
 from agent.simulator.kubelet.resource_objects import CLAIMS, SLICES
+from tests.storm import seams
 from tests.storm.world import World
 
 GIB = 1 << 30
@@ -201,6 +203,10 @@ class ClaimRules:
         if world.nvml_faults or world.lost:
             return
         active = {one.uuid.lower(): one.active for one in agent.switcher.state.value.gpus}
+        if not _record_is_there():
+            # An agent that begins leaves alone what runs for a GPU, until the kubelet says who holds it.
+            judged = {uuid.lower() for uuid in agent.switcher.assignment.value.gpus}
+            active = {gpu: mode for gpu, mode in active.items() if gpu in judged}
         for gpu, claims in self._running(recorded).items():
             mode = next(iter(claims.values()))
             if gpu in active and active[gpu].mode is not mode:
@@ -222,6 +228,12 @@ async def check_claims_settle(world: World) -> str | None:
         if pod.node_name and pod.phase is Phase.PENDING and not pod.deleting and _may_run(world, pod):
             return f"pod {pod.spec.name} does not start: {pod.claims_fault}"
     return None
+
+
+def _record_is_there() -> bool:
+    """Whether PodResources answers, and within what the agent waits for it; its checkpoint is read first."""
+    kubelet = seams.KUBELET
+    return not kubelet.records and sum(kubelet.answering) + kubelet.reading < LIST_SECONDS
 
 
 def _with_claims(world: World) -> list[Pod]:
