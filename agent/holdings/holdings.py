@@ -159,7 +159,8 @@ class HoldingsWatch:
 
         Those of static pods that have no mirror and hold nothing are not among them: `may_be_static`.
         """
-        view, unnamed = self.view(), self._unnamed()
+        view = self.view()
+        unnamed = self._unnamed(view)
         # Of a pod that the kubelet alone knows it says no UID; the watch may show it yet.
         late = any(view.heard <= self._unshown.get(key, math.inf) + LAG_SECONDS for key in unnamed)
         if self.problem or not view.complete or late:
@@ -173,16 +174,16 @@ class HoldingsWatch:
         """
         if STATIC_UID.fullmatch(uid) is None:
             return frozenset()
-        return frozenset((key, self._unshown.get(key, self.began)) for key in self._unnamed())
+        return frozenset((key, self._unshown.get(key, self.began)) for key in self._unnamed(self.view()))
 
-    def _unnamed(self) -> frozenset[PodKey]:
+    def _unnamed(self, view: View) -> frozenset[PodKey]:
         """Pods that the kubelet lists, and neither an object nor the checkpoint says their UIDs."""
         held = {
             pod.key
             for pod in self._record.pods.values()
             if any(each.listed for each in pod.holdings.values())
         }
-        return self._record.joined.pods - {pod.key for pod in self.view().pods.values()} - held
+        return self._record.joined.pods - _shown(view) - held
 
     def nameless_gpus(self) -> frozenset[str]:
         """GPUs of which something is held by a pod whose UID is not known."""
@@ -375,8 +376,8 @@ class HoldingsWatch:
 
     def _joined(self, listed: Record, entries: Entries, kubelet: Identity | None, *, read: bool) -> Record:
         """The record by this reading; it is kept unless one that began later was answered before."""
-        same = kubelet == self._answered_by
-        record = join(self._record, listed, entries, self.view(), same_kubelet=same, fresh=True, read=read)
+        same, view = kubelet == self._answered_by, self.view()
+        record = join(self._record, listed, entries, view, same_kubelet=same, fresh=True, read=read)
         # One that somebody has destroyed may still have a holder.
         parents = {**record.joined.parents, **self.instances()}
         record = replace(record, joined=replace(record.joined, parents=parents))
@@ -386,7 +387,7 @@ class HoldingsWatch:
             # Those that a kubelet that has just started has not heard of yet may come again.
             unheard = self._unshown.keys() - (self._record.joined.pods if same else ())
             self._record, self._answered_by, self._doubted = record, kubelet, {}
-            unshown = (record.joined.pods | unheard) - {pod.key for pod in self.view().pods.values()}
+            unshown = (record.joined.pods | unheard) - _shown(view)
             self._unshown = {key: self._unshown.get(key, listed.began) for key in unshown}
         if record.joined != self.cell.value:
             # Read by a call: it is published by the next `refresh`, which may fail.
@@ -437,3 +438,7 @@ class HoldingsWatch:
             self._differs = False
             self.holders.publish(self.holders.value + 1)
             self.cell.publish(self._record.joined)
+
+
+def _shown(view: View) -> set[PodKey]:
+    return {pod.key for pod in view.pods.values()}

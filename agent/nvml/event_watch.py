@@ -149,7 +149,9 @@ class WorkerThread:
 
     def hangs(self, subject: object) -> bool:
         """Whether so many calls about one GPU hang that it is asked nothing more."""
-        return self.stuck >= MOST_OF_ONE <= sum(each.about() == subject for each in self._given_up)
+        if self.stuck < MOST_OF_ONE:
+            return False
+        return sum(each.about() == subject for each in self._given_up) >= MOST_OF_ONE
 
     def close(self) -> None:
         """Let the thread end after the call under way."""

@@ -110,7 +110,7 @@ class Measurement:
                     _checked(await client.said(2 * (WARM + SECONDS) + MARGIN_SECONDS)) for client in clients
                 ]
                 group.cancel_scope.cancel()
-        factors = {each.pids[0]: each.written[0] if each.written else 1.0 for each in held}
+        factors = {each.pids[0]: each.factor for each in held}
         return [
             Row.of(case.mode, tenant.load, tenant.share, result, factors.get(client.pid))
             for tenant, client, result in zip(case.tenants, clients, results, strict=True)
