@@ -25,6 +25,7 @@ from agent.holdings.record import (
 from agent.kit.tasks import Backoff, Cell
 from agent.kubelet.podresources import (
     LIST_SECONDS,
+    PATIENCE_SECONDS,
     Identity,
     KubeletSocket,
     PodResources,
@@ -117,6 +118,7 @@ class HoldingsWatch:
         # Published when somebody holds something else, also while the kubelet does not answer: `gpus_by_pod`.
         self.holders: Cell[int] = Cell(0)
         self.problem: str | None = "PodResources has not been read yet"
+        self._patience = LIST_SECONDS  # of `refresh`
         self._allocations: Cell[int] = Cell(0)
 
     @property
@@ -290,10 +292,12 @@ class HoldingsWatch:
     async def refresh(self) -> Record | None:
         """Read again now; None: it is not known who holds what, `problem` says why."""
         try:
-            await self.look()
-            problem = self._blind()
+            await self.look(self._patience)
+            problem, self._patience = self._blind(), LIST_SECONDS
         except PodResourcesUnavailable as error:
             problem = str(error)
+            # An agent takes no GPU over before the first answer, however slow the kubelet is.
+            self._patience = LIST_SECONDS if self._record.listed.began > -math.inf else PATIENCE_SECONDS
             if self.cell.value is not None:
                 self.cell.publish(None)
         if problem != self.problem:

@@ -6,7 +6,7 @@ from typing import Any
 
 import anyio
 
-from agent.kubelet.podresources import LIST_SECONDS
+from agent.kubelet.podresources import PATIENCE_SECONDS
 from agent.model.modes import WHOLE_GPUS, Mode, units
 from agent.model.resource_claim import DRIVER, WORDS, parse_device, pool_of
 from agent.simulator.kubelet.api_server import Pod
@@ -231,9 +231,9 @@ async def check_claims_settle(world: World) -> str | None:
 
 
 def _record_is_there() -> bool:
-    """Whether PodResources answers, and within what the agent waits for it; its checkpoint is read first."""
+    """Whether PodResources answers, within what a new agent waits; its checkpoint is read first."""
     kubelet = seams.KUBELET
-    return not kubelet.records and sum(kubelet.answering) + kubelet.reading < LIST_SECONDS
+    return not kubelet.records and sum(kubelet.answering) + kubelet.reading < PATIENCE_SECONDS
 
 
 def _with_claims(world: World) -> list[Pod]:

@@ -169,6 +169,28 @@ async def test_the_watch_publishes_changes_and_tells_outages_once(
 
 
 @in_virtual_time
+async def test_the_first_answer_is_waited_for_longer_than_later_ones() -> None:
+    """Nothing on the node is taken over before; afterwards a slow kubelet is told of within 2 s."""
+    lister = Lister(_listed())
+    usual = lister.list
+
+    async def slow(deadline: float = 2.0) -> Record:
+        with anyio.move_on_after(deadline):
+            await anyio.sleep(8)
+            return await usual()
+        raise PodResourcesUnavailable("no answer")
+
+    lister.list = slow  # type: ignore[method-assign]
+    watch = HoldingsWatch(lister)  # type: ignore[arg-type]
+    waited = []
+    for _ in range(3):
+        began = anyio.current_time()
+        found = await watch.refresh()
+        waited.append((found is not None, round(anyio.current_time() - began)))
+    assert waited == [(False, 2), (True, 8), (False, 2)]
+
+
+@in_virtual_time
 async def test_an_allocation_is_seen_soon_and_one_during_the_wait_is_not_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
