@@ -385,7 +385,14 @@ def test_metrics_need_a_right(serving: Installation, tmp_path: Path) -> None:
             assert scraping.scrape(cluster, url, authority, bearer)[0] == 401
         status, text = scraping.scrape(cluster, f"{plain}/metrics")
         assert (status, "over HTTPS on port 9447" in text, "gpu_agent" in text) == (403, True, False)
-        assert scraping.scrape(cluster, f"{plain}/readyz")[0] == 200
+
+        def ready() -> None:
+            status, text = scraping.scrape(cluster, f"{plain}/readyz")
+            if status != 200:
+                raise NotYet(f"{status} {text}")
+
+        # Without a token; the agent serves /metrics before it has registered its resources.
+        eventually(ready, timeout=60, what="/readyz answers 200")
     finally:
         off = ("--set=metrics.access.secret=", "--set-json=metrics.access.readers=[]")
         serving.helm("upgrade", RELEASE, str(helm.CHART), "--reuse-values", *off, "--wait")

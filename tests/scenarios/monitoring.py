@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
+from agent.pairing.pairing import SETTLED_SECONDS
 from agent.simulator.kubelet.pod_specs import PodSpec
 from agent.simulator.state import ProcessKind
 from tests.pace import scaled
@@ -32,6 +33,8 @@ async def mixed(rig: Rig) -> AsyncIterator[ModeNode]:
         await node.applied("mixed")
         for mode, gpus in (("pgpu", 3), ("vgpu", 3), ("mps", 2)):
             await node.offers(mode, gpus)
+        # GPUs whose lists have just grown are avoided: the next pod would not go to the first one's.
+        await anyio.sleep(SETTLED_SECONDS)
         yield node
 
 
