@@ -307,7 +307,7 @@ def join(
     outlived: set[str] = set()
     ended: set[int] = set()  # listed holdings of pods that are over
     hidden: list[Holding] = []
-    leftover: set[str] = set()
+    leftover: list[frozenset[str]] = []
     for uid, held in by_pod.items():
         earlier, known = before.pods.get(uid, UNKNOWN), view.pods.get(uid)
         key = known.key if known else named.get(uid, earlier.key)
@@ -327,7 +327,7 @@ def join(
             hidden += (each for place, each in holdings.items() if place not in found)
         else:
             ended.update(id(match) for match in found.values())
-            leftover.update(*held.values())
+            leftover.append(frozenset[str]().union(*held.values()))
     lasting = {pod.key for pod in pods.values()} | {pod.key for pod in view.pods.values() if not pod.finished}
     gone = frozenset(over) - lasting
     ended.update(id(each) for each in listed.holdings if gone and each.pod_key in gone)
@@ -344,7 +344,7 @@ def join(
         | (pods.keys() & named.keys()) - finished,
         parents=before.joined.parents,
         newcomers=_newcomers(before, listed, same_kubelet=same_kubelet),
-        leftover=frozenset(leftover),
+        leftover=tuple(leftover),
         began=listed.began,
         uids=_uids(pods),
         away=view.away,

@@ -168,9 +168,9 @@ class Record:
     # Pods of which the kubelet may be admitting one. It takes up one after the other: all that were listed
     # before others are admitted by now, or rejected.
     newcomers: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False)
-    # Units of pods that are over which the kubelet's checkpoint still names: one that has just started offers
-    # them to nobody before it has heard of all pods.
-    leftover: frozenset[str] = field(default=frozenset(), compare=False)
+    # Units of each pod that is over and that the kubelet's checkpoint still names: one that has just started
+    # offers them to nobody before it has heard of all pods.
+    leftover: tuple[frozenset[str], ...] = field(default=(), compare=False)
     # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
     began: float = field(default=-math.inf, compare=False)
 

@@ -23,9 +23,8 @@ class Call:
     inherited: frozenset[str]  # IDs of plain init containers before, which come with the container
     available: frozenset[str] | None
     now: float  # seconds
-    leftover: frozenset[str] = (
-        NOTHING  # units of pods that are over, which the kubelet may not have freed yet
-    )
+    # Units of each pod that is over, which the kubelet may not have freed yet.
+    leftover: Collection[frozenset[str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,5 +272,6 @@ class PairRules:
         # is offered to nobody, as on a GPU that is lost, it does not offer either, and that says nothing.
         pools = state.ledger.pools.values()
         offered = (pool.id_set(call.member) for pool in pools if pool.offerable)
-        kept = not call.leftover.isdisjoint(withheld.intersection(chain.from_iterable(offered)))
-        return taken | withheld | (call.leftover - own if kept else NOTHING)
+        telling = withheld.intersection(chain.from_iterable(offered))
+        kept = (units for units in call.leftover if not units.isdisjoint(telling))
+        return (taken | withheld).union(*kept) - own

@@ -71,6 +71,22 @@ async def test_a_kubelet_that_keeps_one_half_of_a_pod_that_is_over_keeps_the_oth
     assert index(kubelet, ("default", "last")) == [0]
 
 
+async def test_a_kubelet_that_keeps_the_units_of_one_pod_that_is_over_has_freed_those_of_another() -> None:
+    """It counted one as running that ended within the call, and its checkpoint still names both."""
+    kubelet = KubeletModel(gpus=2, blocks=40)
+    earlier, just_now = (pod(name, share("main", 60, 30)) for name in ("earlier", "just-now"))
+    for each in (earlier, just_now):
+        await kubelet.admit(each)
+    await kubelet.refresh()
+    written = kubelet.checkpoint()
+    kubelet.checkpoint = lambda: written  # type: ignore[method-assign]
+    kubelet.end(earlier.key)
+    del kubelet.api[just_now.key]
+    kubelet.heard = set()
+    await kubelet.admit(pod("next", share("main", 90, 35)))
+    assert index(kubelet, ("default", "next")) == [0]
+
+
 async def test_units_of_a_lost_gpu_are_withheld_for_nobody() -> None:
     """Storm 1000057: the kubelet was taken to keep for its pods what the checkpoint still names."""
     kubelet = KubeletModel(gpus=2, blocks=40)
