@@ -170,7 +170,7 @@ async def test_the_watch_publishes_changes_and_tells_outages_once(
 
 @in_virtual_time
 async def test_the_first_answer_is_waited_for_longer_than_later_ones() -> None:
-    """Nothing on the node is taken over before; afterwards a slow kubelet is told of within 2 s."""
+    """Nothing on the node is taken over before; afterwards a slow kubelet is reported within 2 s."""
     lister = Lister(_listed())
     usual = lister.list
 
