@@ -290,16 +290,26 @@ class HoldingsWatch:
                 self._publish()
 
     async def refresh(self) -> Record | None:
-        """Read again now; None: it is not known who holds what, `problem` says why."""
+        """Read again now; None: it is not known who holds what, `problem` says why.
+
+        Within 2 s, or 15 where the kubelet has not answered yet, or was slow when it did so last.
+        """
+        began, asked = self.began, anyio.current_time()
         try:
             await self.look(self._patience)
-            problem, self._patience = self._blind(), LIST_SECONDS
+            slow = anyio.current_time() - asked > LIST_SECONDS / 2
+            self._patience = PATIENCE_SECONDS if slow else LIST_SECONDS
+            problem = self._blind()
         except PodResourcesUnavailable as error:
-            problem = str(error)
-            # An agent takes no GPU over before the first answer, however slow the kubelet is.
-            self._patience = LIST_SECONDS if self._record.listed.began > -math.inf else PATIENCE_SECONDS
-            if self.cell.value is not None:
-                self.cell.publish(None)
+            if self.began > began:
+                problem = self._blind()  # one who asked later has got an answer
+            else:
+                problem = str(error)
+                # An agent takes no GPU over before the first answer, however slow the kubelet is.
+                if self.began == -math.inf:
+                    self._patience = PATIENCE_SECONDS
+                if self.cell.value is not None:
+                    self.cell.publish(None)
         if problem != self.problem:
             if problem:
                 log.warning("pod_resources_unavailable", problem=problem)

@@ -9,6 +9,7 @@ from agent.cluster.api import ApiError
 from agent.inventory.reducer import Cleared, Removed
 from agent.inventory.snapshot import GpuState, Snapshot, boot_seconds
 from agent.model.health import FaultKind, HealthState
+from agent.model.holding import Record
 from agent.modes.wing import Document
 from agent.modes.withholding import LONGEST_REASON, CordonsUnreadable
 from agent.status.report import StatusSources, report
@@ -18,6 +19,7 @@ log = structlog.get_logger()
 
 LONGEST_RELEASE_SECONDS = 86400.0
 TAKE_EFFECT_SECONDS = 4.0
+HOLDERS_SECONDS = 2.0  # who asks for the status waits ten
 CLOSE_SECONDS = 20.0  # calls under way end first, each within its deadline
 
 
@@ -35,7 +37,7 @@ class Commands:
         server.add("uncordon", self._uncordon)
 
     async def _status(self, _: Mapping[str, object]) -> Document:
-        await self._sources.holdings.refresh()  # its timer is slow, and a person wants the present
+        await self._holders()  # their timer is slow, and a person wants the present
         return report(self._sources)
 
     async def _clear(self, request: Mapping[str, object]) -> Document:
@@ -101,7 +103,7 @@ class Commands:
             raise CommandRefused(f"say why in {LONGEST_REASON} characters at most")
         log.warning("cordon_asked_for", gpu=state.uuid, index=state.gpu.index, reason=reason or None)
         await self._written(book.add(state.uuid, reason))
-        listed = await self._sources.holdings.refresh()
+        listed = await self._holders()
         holders = listed.by_gpu.get(state.uuid, []) if listed else []
         pods = sorted({holder.pod for holder in holders})
         return {"uuid": state.uuid, "index": state.gpu.index, "waitingFor": pods}
@@ -114,6 +116,12 @@ class Commands:
         log.warning("uncordon_asked_for", gpu=state.uuid, index=state.gpu.index)
         await self._written(book.remove(state.uuid))
         return {"uuid": state.uuid, "index": state.gpu.index, "was": known.words}
+
+    async def _holders(self) -> Record | None:
+        """Who holds what now; None: the kubelet has not said so in time for who waits for the answer."""
+        with anyio.move_on_after(HOLDERS_SECONDS):
+            return await self._sources.holdings.refresh()
+        return None
 
     @staticmethod
     async def _written(write: Awaitable[None]) -> None:

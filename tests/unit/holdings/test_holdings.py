@@ -1,5 +1,6 @@
 """Who holds what, by GPU, and the watch that keeps it at hand."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -169,25 +170,47 @@ async def test_the_watch_publishes_changes_and_tells_outages_once(
 
 
 @in_virtual_time
-async def test_the_first_answer_is_waited_for_longer_than_later_ones() -> None:
-    """Nothing on the node is taken over before; afterwards a slow kubelet is reported within 2 s."""
+async def test_a_kubelet_that_has_not_answered_yet_or_was_slow_is_waited_for_longer() -> None:
+    """Nothing on the node is taken over before an answer; one who falls silent is reported within 2 s."""
     lister = Lister(_listed())
-    usual = lister.list
+    usual, times = lister.list, iter((8.0, 8.0, 8.0, 0.1, math.inf, math.inf))
 
     async def slow(deadline: float = 2.0) -> Record:
         with anyio.move_on_after(deadline):
-            await anyio.sleep(8)
+            await anyio.sleep(next(times))
             return await usual()
         raise PodResourcesUnavailable("no answer")
 
     lister.list = slow  # type: ignore[method-assign]
     watch = HoldingsWatch(lister)  # type: ignore[arg-type]
     waited = []
-    for _ in range(3):
+    for _ in range(6):
         began = anyio.current_time()
         found = await watch.refresh()
         waited.append((found is not None, round(anyio.current_time() - began)))
-    assert waited == [(False, 2), (True, 8), (False, 2)]
+    assert waited == [(False, 2), (True, 8), (True, 8), (True, 0), (False, 2), (False, 2)]
+
+
+@in_virtual_time
+async def test_who_asked_early_and_got_no_answer_says_nothing_against_a_later_answer() -> None:
+    lister = Lister("no answer", _listed(_held(A)))
+    usual = lister.list
+
+    async def late(deadline: float = 2.0) -> Record:
+        lister.list = usual  # type: ignore[method-assign]
+        await anyio.sleep(2)
+        return await usual()
+
+    lister.list = late  # type: ignore[method-assign]
+    watch = HoldingsWatch(lister)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.refresh)
+        await anyio.sleep(1)
+        lister.answers = [_listed(_held(A))]
+        assert await watch.refresh() is not None
+        lister.answers = ["no answer"]
+    assert watch.problem is None
+    assert watch.cell.value is not None
 
 
 @in_virtual_time
