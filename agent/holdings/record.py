@@ -179,6 +179,8 @@ def _cgroups(proc: Path, pid: str) -> str:
 
 PodKey = tuple[str, str]  # namespace, name
 Place = tuple[str, str]  # container, resource
+ByPod = Mapping[str, Mapping[Place, frozenset[str]]]
+IdSets = tuple[frozenset[str], ...]
 NOTHING = Record((), ())
 # A watch that speaks so long after a reading has shown all pods of which that reading can know.
 LAG_SECONDS = 30.0
@@ -269,7 +271,7 @@ def join(
     listed of them and had not written down yet goes by these, as nothing else says whose it was.
     """
     view = _without_forged(view, before.names)
-    keys = _keys(listed)
+    keys = listed.pods.union([each.pod_key for each in listed.holdings])
     before_heard = before.heard_of if same_kubelet else frozenset()
     by_pod = _by_pod(before, entries, view, keys, before_heard)
     inherited = _inherited(before.inherited if same_kubelet else None, by_pod, read=read)
@@ -307,7 +309,6 @@ def join(
     outlived: set[str] = set()
     ended: set[int] = set()  # listed holdings of pods that are over
     hidden: list[Holding] = []
-    leftover: list[frozenset[str]] = []
     for uid, held in by_pod.items():
         earlier, known = before.pods.get(uid, UNKNOWN), view.pods.get(uid)
         key = known.key if known else named.get(uid, earlier.key)
@@ -327,7 +328,6 @@ def join(
             hidden += (each for place, each in holdings.items() if place not in found)
         else:
             ended.update(id(match) for match in found.values())
-            leftover.append(frozenset[str]().union(*held.values()))
     lasting = {pod.key for pod in pods.values()} | {pod.key for pod in view.pods.values() if not pod.finished}
     gone = frozenset(over) - lasting
     ended.update(id(each) for each in listed.holdings if gone and each.pod_key in gone)
@@ -344,7 +344,7 @@ def join(
         | (pods.keys() & named.keys()) - finished,
         parents=before.joined.parents,
         newcomers=_newcomers(before, listed, same_kubelet=same_kubelet),
-        leftover=tuple(leftover),
+        leftover=_leftover(() if read else before.joined.leftover, by_pod, pods),
         began=listed.began,
         uids=_uids(pods),
         away=view.away,
@@ -364,6 +364,11 @@ def _without_forged(view: View, names: Mapping[str, PodKey]) -> View:
     """Without objects that claim to be the mirror of a pod of another name: that of a UID never changes."""
     forged = {uid for uid, pod in view.pods.items() if pod.uid != uid and names.get(uid, pod.key) != pod.key}
     return replace(view, pods={uid: view.pods[uid] for uid in view.pods.keys() - forged}) if forged else view
+
+
+def _leftover(earlier: IdSets, by_pod: ByPod, pods: Mapping[str, PodEvidence]) -> IdSets:
+    gone = (held.values() for uid, held in by_pod.items() if pods.get(uid, UNKNOWN).key is None)
+    return tuple(dict.fromkeys([*earlier, *(frozenset[str]().union(*each) for each in gone)]))
 
 
 def _nameless(before: Evidence, uids: Collection[str], began: float, *, fresh: bool) -> Mapping[str, float]:
@@ -414,7 +419,7 @@ def _by_pod(
 def _matches(
     before: Evidence,
     listed: Record,
-    by_pod: Mapping[str, Mapping[Place, frozenset[str]]],
+    by_pod: ByPod,
     view: View,
     written: Collection[_Place],
 ) -> dict[str, dict[Place, Holding]]:
@@ -490,7 +495,3 @@ def _newcomers(before: Evidence, listed: Record, *, same_kubelet: bool) -> froze
     if not same_kubelet or listed.began < before.listed.began:
         return listed.pods
     return (listed.pods - before.listed.pods) or (listed.pods & before.joined.newcomers)
-
-
-def _keys(listed: Record) -> frozenset[PodKey]:
-    return listed.pods.union([each.pod_key for each in listed.holdings])

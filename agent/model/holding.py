@@ -168,8 +168,8 @@ class Record:
     # Pods of which the kubelet may be admitting one. It takes up one after the other: all that were listed
     # before others are admitted by now, or rejected.
     newcomers: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False)
-    # Units of each pod that is over and that the kubelet's checkpoint still names: one that has just started
-    # offers them to nobody before it has heard of all pods.
+    # Units of each pod that the kubelet's checkpoint names, and that is over or whose name nobody knows: one
+    # that has just started offers them to nobody before it has heard of all pods.
     leftover: tuple[frozenset[str], ...] = field(default=(), compare=False)
     # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
     began: float = field(default=-math.inf, compare=False)

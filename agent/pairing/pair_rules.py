@@ -1,12 +1,22 @@
 """Pairing's decisions: pure functions of a state and a call. `agent.pairing.pairing` runs them."""
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 from agent.model.holding import Holder, Ledger, PairHoldings, PairMember, Reservation, UnitPool
 from agent.model.modes import PAIRS, SEPARATOR, ResourcePair
-from agent.model.placement import NoRoom, PlacementPolicy, WholeChooser, hint_of, lowest, place, policy_of
+from agent.model.placement import (
+    Choice,
+    NoRoom,
+    PlacementPolicy,
+    WholeChooser,
+    hint_of,
+    lowest,
+    place,
+    policy_of,
+)
 from agent.model.pod import Demand, Impossible, Pod, Stage, init_group_of
 from agent.pairing.resolver import Asker, Cause, PairRefused, PodKey, resource_of
 
@@ -127,16 +137,25 @@ class PairRules:
             own = had | call.inherited
             # Of units that the kubelet has chosen by itself nothing says that the pod had begun with them.
             begun = had if call.available is None else own
-            taken = self._taken(state, holder, own, call)
+            taken, doubted = self._taken(state, holder, own, call)
             reserved = frozenset(existing.gpus) if existing else NOTHING
             tied = {each.partition(SEPARATOR)[0] for each in own} | reserved
             hint = hint_of(asker.pod, holder.container, self.node, group.containers if group else ())
             wanted = group.peak if group and not tied else demand
-            rooms = ledger.free_gpus(holder, taken, own, begun)
-            settled = {gpu: room for gpu, room in rooms.items() if gpu not in unsettled}
-            if not (hint or tied or wanted.whole) and any(room.fits(wanted) for room in settled.values()):
-                rooms = settled
-            choice = place(rooms, wanted, policy_of(asker.pod, self.policy), hint, self.whole, tied)
+            policy = policy_of(asker.pod, self.policy)
+
+            def choose(taken: frozenset[str]) -> Choice:
+                rooms = ledger.free_gpus(holder, taken, own, begun)
+                settled = {gpu: room for gpu, room in rooms.items() if gpu not in unsettled}
+                if not (hint or tied or wanted.whole) and any(room.fits(wanted) for room in settled.values()):
+                    rooms = settled
+                return place(rooms, wanted, policy, hint, self.whole, tied)
+
+            choice: Choice | None = None
+            if doubted and not (hint or tied):
+                with suppress(NoRoom):
+                    choice = choose(taken | doubted)
+            choice = choice or choose(taken)
         except Impossible as problem:
             raise PairRefused(str(problem), Cause.INVALID, asker.pod) from problem
         except NoRoom as problem:
@@ -260,18 +279,23 @@ class PairRules:
         others = (ids for one, ids in entries if one != holder and one.container not in early)
         return mine | left.difference(*others)
 
-    def _taken(self, state: PairState, holder: Holder, own: frozenset[str], call: Call) -> frozenset[str]:
+    def _taken(
+        self, state: PairState, holder: Holder, own: frozenset[str], call: Call
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Units that cannot come to a container, and others that the kubelet may keep from it, too."""
         taken = state.ledger.taken(holder, own)
         if call.available is None:
-            return taken
+            return taken, NOTHING
         # In this order, since nearly all that the kubelet does not offer is held.
         withheld = state.units.get(call.member, NOTHING).difference(taken, own, call.available)
         if not withheld:
-            return taken
+            return taken, NOTHING
         # A kubelet that keeps units of one member for a pod that is over keeps those of the other, too. What
         # is offered to nobody, as on a GPU that is lost, it does not offer either, and that says nothing.
         pools = state.ledger.pools.values()
         offered = (pool.id_set(call.member) for pool in pools if pool.offerable)
         telling = withheld.intersection(chain.from_iterable(offered))
-        kept = (units for units in call.leftover if not units.isdisjoint(telling))
-        return (taken | withheld).union(*kept) - own
+        kept = NOTHING.union(*(units for units in call.leftover if not units.isdisjoint(telling)))
+        # One that has just started keeps all pods' units: the call says nothing of pods without this member.
+        mute = (units for units in call.leftover if kept and units.isdisjoint(state.units[call.member]))
+        return (taken | withheld | kept) - own, NOTHING.union(*mute) - own

@@ -130,6 +130,7 @@ class KubeletModel(PodSource):
             self._view(),
             same_kubelet=self.heard is None or self.heard is self._last_heard,
             fresh=True,
+            read=True,
         )
         self._last_heard = self.heard
         return self._record.joined

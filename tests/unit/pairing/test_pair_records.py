@@ -6,10 +6,13 @@ from typing import Any, cast
 
 import pytest
 
+from agent.holdings.record import View
 from agent.model.health import Health, HealthState
 from agent.model.holding import Holding, PairMember, Record, Source
+from agent.model.placement import PlacementPolicy
 from agent.model.pod import VGPU
 from agent.pairing.resolver import PodSource, RequesterResolver
+from tests.pods import changed
 from tests.unit.pairing.asking import InOrder, index
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 
@@ -85,6 +88,80 @@ async def test_a_kubelet_that_keeps_the_units_of_one_pod_that_is_over_has_freed_
     kubelet.heard = set()
     await kubelet.admit(pod("next", share("main", 90, 35)))
     assert index(kubelet, ("default", "next")) == [0]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(PairMember)))
+@pytest.mark.parametrize("alone", [(100, 0), (0, 30)])
+async def test_a_kubelet_that_keeps_units_of_one_pod_that_is_over_may_keep_those_of_one_that_had_one_member(
+    alone: tuple[int, int], order: tuple[PairMember, PairMember]
+) -> None:
+    """Of whose units the call for the other member says nothing: its GPU comes last."""
+    kubelet = KubeletModel(gpus=3, blocks=40)
+    gone = [pod("one-member", share("main", *alone)), pod("both", share("main", 60, 30))]
+    kubelet.policy = PlacementPolicy.SPREAD
+    for each in gone:
+        await kubelet.admit(each)
+    await kubelet.refresh()
+    for each in gone:
+        del kubelet.api[each.key]
+    kubelet.heard = set()
+    kubelet.random = InOrder([*order], [*order], [*order])
+    await kubelet.admit(pod("next", share("main", 50, 20)))
+    assert index(kubelet, ("default", "next")) == [2]
+    # Where there is no other, it is taken for free: the kubelet may have freed it, and not written so yet.
+    written, usual = kubelet.checkpoint(), kubelet.checkpoint
+    kubelet.checkpoint = lambda: {**written, **usual()}  # type: ignore[method-assign]
+    del kubelet.taken_up[gone[0].key]
+    await kubelet.admit(pod("last", share("main", 60, 30)))
+    assert index(kubelet, ("default", "last")) == [0]
+
+
+async def test_a_schedulers_choice_is_followed_where_a_kubelet_may_keep_units() -> None:
+    """It has seen their end; the kubelet withholds those of another pod, which ended within the call."""
+    kubelet = KubeletModel(gpus=3, blocks=40)
+    gone = [pod("whole", share("main", 100, 0)), pod("just-now", share("main", 60, 30))]
+    for each in gone:
+        await kubelet.admit(each)
+    await kubelet.refresh()
+    written = kubelet.checkpoint()
+    kubelet.checkpoint = lambda: written  # type: ignore[method-assign]
+    kubelet.end(gone[0].key)
+    del kubelet.api[gone[1].key]
+    kubelet.heard = set()
+    kubelet.random = InOrder([PairMember.MEMORY, PairMember.CORE])
+    choice = {"tencent.com/predicate-gpu-idx-0": "0"}
+    await kubelet.admit(pod("next", share("main", 50, 20), annotations=choice))
+    assert index(kubelet, ("default", "next")) == [0]
+
+
+async def test_what_a_kubelet_keeps_is_known_after_the_api_server_was_asked() -> None:
+    kubelet = KubeletModel(gpus=2, blocks=40)
+    kept, freed = (pod(name, share("main", 60, 30)) for name in ("kept", "freed"))
+    for each in (kept, freed):
+        await kubelet.admit(each)
+    await kubelet.refresh()
+    written = kubelet.checkpoint()
+    kubelet.checkpoint = lambda: written  # type: ignore[method-assign]
+    del kubelet.api[kept.key]
+    kubelet.renewed[freed.key] = changed(freed, phase="Succeeded")  # the watch does not show it yet
+    del kubelet.taken_up[freed.key]
+    kubelet.heard = set()
+    kubelet.random = InOrder([*PairMember], [*PairMember])
+    await kubelet.admit(pod("next", share("main", 40, 35)))
+    assert index(kubelet, ("default", "next")) == [1]
+
+
+async def test_a_pod_whose_name_nobody_knows_keeps_both_members() -> None:
+    """As after a reboot, while the watch is not up yet."""
+    kubelet = KubeletModel(gpus=2, blocks=40)
+    await kubelet.admit(pod("before", share("main", 50, 30)))
+    await kubelet.refresh()
+    kubelet.start_agent()
+    kubelet.heard, kubelet.cached = set(), False
+    kubelet._view = View  # type: ignore[method-assign]
+    kubelet.random = InOrder([*PairMember], [*PairMember])
+    await kubelet.admit(pod("next", share("main", 40, 20)))
+    assert index(kubelet, ("default", "next")) == [1]
 
 
 async def test_units_of_a_lost_gpu_are_withheld_for_nobody() -> None:
