@@ -294,22 +294,21 @@ class HoldingsWatch:
 
         Within 2 s, or 15 where the kubelet has not answered yet, or was slow when it did so last.
         """
-        began, asked = self.began, anyio.current_time()
+        asked, at = monotonic(), anyio.current_time()
         try:
             await self.look(self._patience)
-            slow = anyio.current_time() - asked > LIST_SECONDS / 2
+            slow = anyio.current_time() - at > LIST_SECONDS / 2
             self._patience = PATIENCE_SECONDS if slow else LIST_SECONDS
             problem = self._blind()
         except PodResourcesUnavailable as error:
-            if self.began > began:
-                problem = self._blind()  # one who asked later has got an answer
-            else:
-                problem = str(error)
-                # An agent takes no GPU over before the first answer, however slow the kubelet is.
-                if self.began == -math.inf:
-                    self._patience = PATIENCE_SECONDS
-                if self.cell.value is not None:
-                    self.cell.publish(None)
+            if self.began > asked:  # one who asked later was answered, or not, and it counts
+                return self._record.joined if self.problem is None else None
+            problem = str(error)
+            # An agent takes no GPU over before the first answer, however slow the kubelet is.
+            if self.began == -math.inf:
+                self._patience = PATIENCE_SECONDS
+            if self.cell.value is not None:
+                self.cell.publish(None)
         if problem != self.problem:
             if problem:
                 log.warning("pod_resources_unavailable", problem=problem)

@@ -344,7 +344,7 @@ def join(
         | (pods.keys() & named.keys()) - finished,
         parents=before.joined.parents,
         newcomers=_newcomers(before, listed, same_kubelet=same_kubelet),
-        leftover=_leftover(() if read else before.joined.leftover, by_pod, pods),
+        leftover=_leftover(() if fresh else before.joined.leftover, by_pod, pods),
         began=listed.began,
         uids=_uids(pods),
         away=view.away,

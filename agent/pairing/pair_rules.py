@@ -151,11 +151,12 @@ class PairRules:
                     rooms = settled
                 return place(rooms, wanted, policy, hint, self.whole, tied)
 
-            choice: Choice | None = None
-            if doubted and not (hint or tied):
+            choice = choose(taken)
+            if doubted and not tied and (choice.hint_ignored or not hint):
                 with suppress(NoRoom):
-                    choice = choose(taken | doubted)
-            choice = choice or choose(taken)
+                    sure = choose(taken | doubted)
+                    if set(unsettled).isdisjoint(sure.gpus) or not set(unsettled).isdisjoint(choice.gpus):
+                        choice = sure
         except Impossible as problem:
             raise PairRefused(str(problem), Cause.INVALID, asker.pod) from problem
         except NoRoom as problem:
@@ -283,19 +284,19 @@ class PairRules:
         self, state: PairState, holder: Holder, own: frozenset[str], call: Call
     ) -> tuple[frozenset[str], frozenset[str]]:
         """Units that cannot come to a container, and others that the kubelet may keep from it, too."""
-        taken = state.ledger.taken(holder, own)
+        taken, units = state.ledger.taken(holder, own), state.units.get(call.member, NOTHING)
         if call.available is None:
             return taken, NOTHING
+        # Of pods that had the other member alone the call says nothing.
+        mute = NOTHING.union(*(each for each in call.leftover if units.isdisjoint(each))) - own
         # In this order, since nearly all that the kubelet does not offer is held.
-        withheld = state.units.get(call.member, NOTHING).difference(taken, own, call.available)
+        withheld = units.difference(taken, own, call.available)
         if not withheld:
-            return taken, NOTHING
+            return taken, mute
         # A kubelet that keeps units of one member for a pod that is over keeps those of the other, too. What
         # is offered to nobody, as on a GPU that is lost, it does not offer either, and that says nothing.
         pools = state.ledger.pools.values()
         offered = (pool.id_set(call.member) for pool in pools if pool.offerable)
         telling = withheld.intersection(chain.from_iterable(offered))
-        kept = NOTHING.union(*(units for units in call.leftover if not units.isdisjoint(telling)))
-        # One that has just started keeps all pods' units: the call says nothing of pods without this member.
-        mute = (units for units in call.leftover if kept and units.isdisjoint(state.units[call.member]))
-        return (taken | withheld | kept) - own, NOTHING.union(*mute) - own
+        kept = (each for each in call.leftover if not each.isdisjoint(telling))
+        return (taken | withheld).union(*kept) - own, mute

@@ -129,6 +129,21 @@ class Lister:
         return answer
 
 
+class Slowly(Lister):
+    """One that answers each question after so many seconds, and refuses where that is `math.inf`."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__(_listed(_held(A)))
+        self.seconds = list(seconds)
+
+    async def list(self, deadline: float = 2.0) -> Record:
+        seconds = self.seconds.pop(0)
+        await anyio.sleep(min(seconds, deadline))
+        if seconds > deadline:
+            raise PodResourcesUnavailable("no answer")
+        return await super().list()
+
+
 async def test_a_holder_without_a_uid_may_be_any_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = HoldingsWatch(Lister(_listed(_held(A), _held(B, pod="q"))))  # type: ignore[arg-type]
     await watch.refresh()
@@ -172,17 +187,7 @@ async def test_the_watch_publishes_changes_and_tells_outages_once(
 @in_virtual_time
 async def test_a_kubelet_that_has_not_answered_yet_or_was_slow_is_waited_for_longer() -> None:
     """Nothing on the node is taken over before an answer; one who falls silent is reported within 2 s."""
-    lister = Lister(_listed())
-    usual, times = lister.list, iter((8.0, 8.0, 8.0, 0.1, math.inf, math.inf))
-
-    async def slow(deadline: float = 2.0) -> Record:
-        with anyio.move_on_after(deadline):
-            await anyio.sleep(next(times))
-            return await usual()
-        raise PodResourcesUnavailable("no answer")
-
-    lister.list = slow  # type: ignore[method-assign]
-    watch = HoldingsWatch(lister)  # type: ignore[arg-type]
+    watch = HoldingsWatch(Slowly(8, 8, 8, 0.1, math.inf, math.inf))  # type: ignore[arg-type]
     waited = []
     for _ in range(6):
         began = anyio.current_time()
@@ -192,25 +197,43 @@ async def test_a_kubelet_that_has_not_answered_yet_or_was_slow_is_waited_for_lon
 
 
 @in_virtual_time
-async def test_who_asked_early_and_got_no_answer_says_nothing_against_a_later_answer() -> None:
-    lister = Lister("no answer", _listed(_held(A)))
-    usual = lister.list
+async def test_a_question_without_an_answer_says_nothing_against_one_that_was_put_later() -> None:
+    watch = HoldingsWatch(Slowly(9, 0))  # type: ignore[arg-type]
+    found: list[Record | None] = []
 
-    async def late(deadline: float = 2.0) -> Record:
-        lister.list = usual  # type: ignore[method-assign]
-        await anyio.sleep(2)
-        return await usual()
+    async def refresh() -> None:
+        found.append(await watch.refresh())
 
-    lister.list = late  # type: ignore[method-assign]
-    watch = HoldingsWatch(lister)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as group:
+        group.start_soon(refresh)
+        await anyio.sleep(1)
+        await refresh()
+    assert [each is not None for each in found] == [True, True]
+    assert watch.problem is None
+    assert watch.cell.value is not None
+
+
+@in_virtual_time
+async def test_a_question_without_an_answer_does_not_undo_a_later_one_without() -> None:
+    watch = HoldingsWatch(Slowly(99, 0, math.inf))  # type: ignore[arg-type]
+    watch._patience = 15
     async with anyio.create_task_group() as group:
         group.start_soon(watch.refresh)
         await anyio.sleep(1)
-        lister.answers = [_listed(_held(A))]
         assert await watch.refresh() is not None
-        lister.answers = ["no answer"]
-    assert watch.problem is None
-    assert watch.cell.value is not None
+        assert await watch.refresh() is None
+    assert watch.problem == "no answer"
+    assert watch.cell.value is None
+
+
+@in_virtual_time
+async def test_a_reading_that_was_under_way_answers_no_question_that_came_after_it_began() -> None:
+    watch = HoldingsWatch(Slowly(1, 9))  # type: ignore[arg-type]
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.look)
+        await anyio.sleep(0.5)
+        assert await watch.refresh() is None
+    assert watch.problem == "no answer"
 
 
 @in_virtual_time

@@ -10,7 +10,7 @@ from agent.holdings.record import View
 from agent.model.health import Health, HealthState
 from agent.model.holding import Holding, PairMember, Record, Source
 from agent.model.placement import PlacementPolicy
-from agent.model.pod import VGPU
+from agent.model.pod import VGPU, Pod
 from agent.pairing.resolver import PodSource, RequesterResolver
 from tests.pods import changed
 from tests.unit.pairing.asking import InOrder, index
@@ -90,23 +90,33 @@ async def test_a_kubelet_that_keeps_the_units_of_one_pod_that_is_over_has_freed_
     assert index(kubelet, ("default", "next")) == [0]
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(PairMember)))
-@pytest.mark.parametrize("alone", [(100, 0), (0, 30)])
-async def test_a_kubelet_that_keeps_units_of_one_pod_that_is_over_may_keep_those_of_one_that_had_one_member(
-    alone: tuple[int, int], order: tuple[PairMember, PairMember]
-) -> None:
-    """Of whose units the call for the other member says nothing: its GPU comes last."""
-    kubelet = KubeletModel(gpus=3, blocks=40)
-    gone = [pod("one-member", share("main", *alone)), pod("both", share("main", 60, 30))]
-    kubelet.policy = PlacementPolicy.SPREAD
-    for each in gone:
-        await kubelet.admit(each)
-    await kubelet.refresh()
+def kept_for(kubelet: KubeletModel, *gone: Pod) -> None:
+    """They are over, and the kubelet, which has just started, does not list them and frees nothing yet."""
     for each in gone:
         del kubelet.api[each.key]
     kubelet.heard = set()
-    kubelet.random = InOrder([*order], [*order], [*order])
-    await kubelet.admit(pod("next", share("main", 50, 20)))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(PairMember)))
+@pytest.mark.parametrize("alone", [(100, 0), (0, 30)])
+@pytest.mark.parametrize("both", [(60, 30), None])
+@pytest.mark.parametrize("hint", ["", "1"])
+async def test_gpus_come_last_of_whose_kept_units_the_call_says_nothing(
+    alone: tuple[int, int], both: tuple[int, int] | None, hint: str, order: tuple[PairMember, PairMember]
+) -> None:
+    """Those of pods that had the other member alone, also where a scheduler's choice has no room."""
+    kubelet = KubeletModel(gpus=3, blocks=40)
+    kubelet.policy = PlacementPolicy.SPREAD
+    gone = [pod("one-member", share("main", *alone)), *([pod("both", share("main", *both))] if both else [])]
+    other = [] if both else [pod("runs", share("main", 60, 30))]
+    for each in (*gone, *other):
+        await kubelet.admit(each)
+    await kubelet.refresh()
+    kept_for(kubelet, *gone)
+    kubelet.heard = {each.key for each in other}
+    kubelet.random = InOrder([*order], [*order])
+    choice = {"tencent.com/predicate-gpu-idx-0": hint} if hint else {}
+    await kubelet.admit(pod("next", share("main", 50, 20), annotations=choice))
     assert index(kubelet, ("default", "next")) == [2]
     # Where there is no other, it is taken for free: the kubelet may have freed it, and not written so yet.
     written, usual = kubelet.checkpoint(), kubelet.checkpoint
@@ -114,6 +124,20 @@ async def test_a_kubelet_that_keeps_units_of_one_pod_that_is_over_may_keep_those
     del kubelet.taken_up[gone[0].key]
     await kubelet.admit(pod("last", share("main", 60, 30)))
     assert index(kubelet, ("default", "last")) == [0]
+
+
+async def test_a_gpu_of_doubtful_units_comes_before_one_whose_list_has_just_grown() -> None:
+    kubelet = KubeletModel(gpus=2, blocks=40)
+    gone, (_, grown) = pod("whole", share("main", 100, 0)), kubelet.pairing.ledger.pools
+    await kubelet.admit(gone)
+    await kubelet.refresh()
+    written, usual = kubelet.checkpoint(), kubelet.checkpoint
+    kubelet.checkpoint = lambda: {**written, **usual()}  # type: ignore[method-assign]
+    kubelet.end(gone.key)
+    kubelet.pairing._unsettled = lambda: frozenset({grown})  # type: ignore[method-assign]
+    kubelet.random = InOrder([PairMember.MEMORY, PairMember.CORE])
+    await kubelet.admit(pod("next", share("main", 50, 20)))
+    assert index(kubelet, ("default", "next")) == [0]
 
 
 async def test_a_schedulers_choice_is_followed_where_a_kubelet_may_keep_units() -> None:
