@@ -2,17 +2,18 @@
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from agent.mps import compute_mode, connections, control_commands
 from agent.mps.compute_mode import RECORD, ComputeModes, ExclusiveMode
-from agent.mps.connections import Guard, PeersSeen, SilentPeers
+from agent.mps.connections import SUSPICION_SECONDS, Guard, PeersSeen, SilentPeers
 from agent.mps.control_commands import session
 from agent.mps.daemon_parts import DaemonParts, Options, StatusPublisher
 from agent.mps.directories import Directories
@@ -21,6 +22,7 @@ from agent.mps.processes import Process
 from agent.nvml.port import ComputeMode
 from tests.unit.mps.test_connections import Daemon, looked
 from tests.unit.mps.test_session import script
+from tests.virtual_time import in_virtual_time
 
 
 @pytest.fixture
@@ -31,28 +33,32 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 class Looks:
-    """A guard, and when it looked."""
+    """A guard, and how often it looked: in no thread, whose time is not virtual."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(connections, "SUSPICION_SECONDS", 0.05)
+        monkeypatch.setattr(anyio.to_thread, "run_sync", self._run)
         part: Any = self
         publisher = StatusPublisher("GPU-1", lambda *_: None)
         self.guard = Guard(DaemonParts(part, Directories(Path("/x")), part, part, publisher, Options(), part))
         self.guard._peers = part
         self.count = 0
 
+    async def _run(self, look: Callable[[Process], PeersSeen], daemon: Process) -> PeersSeen:
+        return look(daemon)
+
     def look(self, _daemon: Process) -> PeersSeen:
         self.count += 1
         return PeersSeen((), None)
 
 
+@in_virtual_time
 async def test_only_a_question_that_waits_has_the_guard_look(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Looks(monkeypatch)
     async with anyio.create_task_group() as group:
         group.start_soon(looks.guard.run, Process(1, 1))
         with looks.guard.asking():
-            await anyio.sleep(0.001)
-        await anyio.sleep(0.15)
+            await anyio.sleep(SUSPICION_SECONDS / 2)
+        await anyio.sleep(3 * SUSPICION_SECONDS)
         assert looks.count == 0
         with looks.guard.asking(), anyio.fail_after(5):
             while not looks.count:
@@ -60,6 +66,7 @@ async def test_only_a_question_that_waits_has_the_guard_look(monkeypatch: pytest
         group.cancel_scope.cancel()
 
 
+@in_virtual_time
 async def test_a_question_that_cannot_be_put_has_the_guard_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails at once, and the daemon, which has heard nothing, logs nothing: no other sign comes."""
     looks = Looks(monkeypatch)
@@ -75,6 +82,7 @@ async def test_a_question_that_cannot_be_put_has_the_guard_look(monkeypatch: pyt
         group.cancel_scope.cancel()
 
 
+@in_virtual_time
 async def test_a_sign_of_the_log_is_not_lost_beside_a_question_that_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
