@@ -103,7 +103,7 @@ def test_a_kcmp_that_does_not_return_leaves_each_process_for_itself(
     go_on = threading.Event()
     monkeypatch.setattr(shm_sweep, "PROC", process.parent)
     monkeypatch.setattr(shm_sweep, "_KCMP", {platform.machine(): 1})
-    monkeypatch.setattr(shm_sweep, "ALL_SECONDS", 0.2)
+    monkeypatch.setattr(shm_sweep, "ALL_SECONDS", 2.0)
     monkeypatch.setattr(shm_sweep, "_by_table", lambda *_: go_on.wait(10))
     try:
         seen = shm_sweep.look(tmp_path.stat().st_dev, (), process.parent)
