@@ -92,7 +92,8 @@ class Excuses:
         if self._world.outage > self._last.get("api", -LONG):  # it came and went between two looks
             self._begun.setdefault("api", self._since)
             self._last["api"] = self._world.outage
-        # The kubelet was down between two looks.
+        # Calls were refused, or the kubelet was down, between two looks.
+        self._last["calls"] = max(self._last.get("calls", -LONG), self._world.refused)
         self._last["kubelet"] = max(self._last.get("kubelet", -LONG), self._world.kubelet_began)
         for each in SHARES:
             if each in found:

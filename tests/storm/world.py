@@ -2,6 +2,7 @@
 
 import contextvars
 import json
+import math
 import random
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -132,6 +133,7 @@ class World:
         self.api_faults: list[int] = []  # HTTP status of the next calls that fail, newest last
         self.outage = 0.0  # when the last long one of the API server ended
         self.unanswered = 0.0  # the same, of those in which calls had no answer
+        self.refused = -math.inf  # when it refused a call last
         self.lost_answers = 0  # so many next writes are carried out but answered with a cut connection
         self.writes: list[tuple[float, str]] = []
         self.pods: list[PodSpec] = []  # that nobody has deleted yet
@@ -294,7 +296,7 @@ class World:
             body = None if request.method == "DELETE" else await request.json()
             self.writes.append((anyio.current_time(), f"{request.method} {request.path}"))
         if self.api_faults:
-            status = self.api_faults.pop()
+            status, self.refused = self.api_faults.pop(), anyio.current_time()
             if write:
                 for observer in self.on_refused:
                     observer(request.method, request.path, body)
