@@ -1,9 +1,11 @@
 """Tasks that live long: the cells that wake them, what restarts them, and the pauses between their tries."""
 
+import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
@@ -150,6 +152,29 @@ async def repeat(action: Callable[[], Awaitable[float | None]], *cells: Cell[Any
             changed = anyio.Event()
             with anyio.move_on_after(await action()):
                 await changed.wait()
+
+
+# Something else to be done where an answer takes long.
+
+
+@asynccontextmanager
+async def beside(seconds: float, action: Callable[[], Coroutine[Any, Any, Any]]) -> AsyncIterator[None]:
+    """Call `action` once the block lasts that long, beside it and until its end at most.
+
+    A block that ends before goes on in the same turn of the loop, which a group of tasks would give away.
+    """
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[Any]] = []
+    timer = loop.call_later(seconds, lambda: tasks.append(loop.create_task(action())))
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for task in tasks:
+            if task.cancel():
+                await asyncio.wait(tasks)
+            else:
+                task.result()  # what failed there fails here
 
 
 # Standing back behind those who wait for an answer.

@@ -3,14 +3,16 @@
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 
 import anyio
 import structlog
 
 from agent.holdings.holdings import HoldingsWatch
-from agent.kit.tasks import Backoff
+from agent.kit.tasks import Backoff, beside
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
 from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation, Source
 from agent.model.modes import ResourcePair
@@ -383,13 +385,10 @@ class RequesterResolver:
 
     async def _facts(self, member: PairMember, deadline: float, asked: _Answers) -> Facts:
         early = anyio.current_time() + MISS_SECONDS / 2 < asked.first_until
-        with anyio.move_on_after(MISS_SECONDS / 2 if early else math.inf) as quick:
+        # The list of the first second must not wait for a reading that may fail, whose answer may come yet.
+        listing = beside(MISS_SECONDS / 2, partial(self._by_the_server, asked)) if early else nullcontext()
+        async with listing:
             record = await self.record(deadline)
-        if quick.cancelled_caught:  # the list of the first second must not wait for a reading that may fail
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._by_the_server, asked)
-                record = await self.record(deadline - MISS_SECONDS / 2)
-                group.cancel_scope.cancel()
         if record is None:
             return await self._by_the_server(asked)
         shown = {pod.key for pod in self._source.pods_on_node()}

@@ -9,6 +9,7 @@ import pytest
 
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.holding import PairMember, Record
+from agent.pairing.resolver import PairRefused
 from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
 from tests.virtual_time import in_virtual_time
 
@@ -76,3 +77,27 @@ async def test_watch_that_shows_it_a_moment_later_says_so_whatever_the_list_does
         kubelet.reachable = True
 
     assert await asked(kubelet, shows) < 5
+
+
+class Stumbling(KubeletModel):
+    """A kubelet whose first list is on its way for so many seconds, and which refuses all others."""
+
+    seconds = 7.0
+
+    async def look(self, deadline: float = 1.0) -> Record:
+        if self.lists:
+            raise PodResourcesUnavailable("no kubelet here")
+        self.lists = 1
+        with anyio.fail_after(deadline):
+            await anyio.sleep(self.seconds)
+        return await super().look()
+
+
+@in_virtual_time
+async def test_answer_that_is_on_its_way_is_waited_for() -> None:
+    """As storm 1000072: after half a second it was given up, and asked for again in vain."""
+    kubelet = Stumbling()
+    waits, static = pod("waits", share("main", 30, 10)), pod("static-node1", share("main", 30, 10))
+    kubelet.api[waits.key], kubelet.taken_up[static.key] = waits, Admission(static)
+    with pytest.raises(PairRefused, match="any of default/waits, default/static-node1"):
+        await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
