@@ -202,7 +202,8 @@ class _Answers:
     told: set[PodKey] = field(default_factory=set)  # whose failures were logged
     there: frozenset[str] = frozenset()  # UIDs of pods that it had when the call began
     first_until: float = -math.inf  # a first list by then shows them, too
-    wanted: frozenset[PodKey] = frozenset()  # pods that asked for as much as the call, when it began
+    # Pods that asked for as much as the call when it began, and were not being deleted.
+    wanted: frozenset[PodKey] = frozenset()
     unseen: frozenset[PodKey] = frozenset()  # by the last record: as `_unseen` beside one that waits
     named: set[PodKey] = field(default_factory=set)  # whose holders it was asked for
     useless: bool = False  # it did answer, with a refusal or what is no pod: that is not waited for
@@ -349,7 +350,9 @@ class RequesterResolver:
             there=frozenset(pod.uid for pod in seen),
             first_until=now + MISS_SECONDS,
             wanted=frozenset(
-                pod.key for pod in seen if any(each.limits.get(resource) == size for each in pod.containers)
+                pod.key
+                for pod in seen
+                if not pod.ending and any(each.limits.get(resource) == size for each in pod.containers)
             ),
         )
 
@@ -360,18 +363,21 @@ class RequesterResolver:
 
         `waits`: those `found` wait to be admitted; of the static ones, those are through then that were
         listed before others. Else all count: an edited manifest makes another pod of the name. Others were
-        deleted by force: they count where they asked for as much, or one that was `found` is through itself.
+        deleted, within the call or by force: they count where they asked for as much, those without an object
+        also where one that was `found` is through itself.
         """
         if facts.record is None:  # what the call saw before counts on
             return asked.unseen - facts.pods.keys()
         newcomers = facts.record.newcomers
         through = any(each.pod.key not in newcomers for each in found)
-        asked.unseen = frozenset(
+        going = {pod.key for pod in facts.pods.values() if pod.ending and not pod.finished}
+        going &= asked.wanted & newcomers
+        asked.unseen = going | frozenset(
             key
             for key in (facts.absent | facts.unknown) & newcomers
             if through or key in asked.wanted or self._source.may_be_static(key[1])
         )
-        return asked.unseen if waits else facts.absent
+        return asked.unseen if waits else facts.absent | going
 
     async def confirmed(self, record: Record) -> Record:
         """The record after the API server was asked for holders that the kubelet does not list."""

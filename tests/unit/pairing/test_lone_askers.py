@@ -3,11 +3,12 @@
 import anyio
 import pytest
 
-from agent.model.holding import PairMember
+from agent.model.holding import PairMember, Record
 from agent.model.pod import MPS, Container, Pod
 from agent.pairing.pair_rules import PairRules
 from agent.pairing.pairing import Pairing
 from agent.pairing.resolver import DOUBT_SECONDS, PairRefused, PodSource, RequesterResolver
+from tests.pods import changed
 from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
 from tests.virtual_time import in_virtual_time
 
@@ -141,6 +142,37 @@ async def test_share_of_one_that_is_deleted_by_force_in_its_own_call_goes_to_no_
         await anyio.sleep(0.01)
         kubelet.api.pop(gone.key, None)
 
+    async with anyio.create_task_group() as group:
+        group.start_soon(is_refused, kubelet)
+        group.start_soon(is_deleted)
+
+
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+@in_virtual_time
+async def test_share_of_one_that_is_deleted_in_its_own_call_goes_to_no_other(
+    *, early: bool, runs: bool
+) -> None:
+    """One that was deleted before, `early`, is not admitted, and keeps nobody waiting (storm 1000232)."""
+    kubelet = node("other", runs=runs)
+    gone = pod("gone", share("main", 30, 10), ending=early)
+    kubelet.api[gone.key], kubelet.taken_up[gone.key] = gone, Admission(gone)
+
+    usual = kubelet.look
+
+    async def late(deadline: float = 1.0) -> Record:
+        await anyio.sleep(0.05)
+        return await usual(deadline)
+
+    async def is_deleted() -> None:
+        await anyio.sleep(0.01)
+        kubelet.api[gone.key] = changed(gone, ending=True)
+
+    kubelet.look = late  # type: ignore[method-assign]
+    if early:
+        with anyio.fail_after(1):
+            await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+        return
     async with anyio.create_task_group() as group:
         group.start_soon(is_refused, kubelet)
         group.start_soon(is_deleted)
