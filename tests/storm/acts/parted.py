@@ -7,6 +7,7 @@ import anyio
 from agent.nvml.port import NvmlCode
 from agent.simulator.state import InstanceState, ProcessKind
 from tests.storm import seams
+from tests.storm.acts.gpus import OF_PROGRAMS
 from tests.storm.cheaper import NvmlFaults
 from tests.storm.world import PARTED, World
 
@@ -102,5 +103,8 @@ async def xid(world: World, rng: random.Random) -> str:
         return "no instance for an xid"
     one, number = rng.choice(there), rng.choice((13, 43, 94, 95))
     world.machine.xid(PARTED, number, one.uuid.decode())
+    world.hurt[PARTED] = anyio.current_time()
+    if number not in OF_PROGRAMS:
+        world.struck.add(PARTED)  # the GPU's own, where the agent does not know the instance yet
     seams.NVML.wake()
     return f"xid {number} on {one.uuid.decode()[-2:]}"
