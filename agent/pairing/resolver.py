@@ -370,8 +370,8 @@ class RequesterResolver:
             return asked.unseen - facts.pods.keys()
         newcomers = facts.record.newcomers
         through = any(each.pod.key not in newcomers for each in found)
-        going = {pod.key for pod in facts.pods.values() if pod.ending and not pod.finished}
-        going &= asked.wanted & newcomers
+        ending = {pod.key for pod in facts.pods.values() if pod.ending and not pod.finished}
+        going = asked.wanted & newcomers & ending
         asked.unseen = going | frozenset(
             key
             for key in (facts.absent | facts.unknown) & newcomers
