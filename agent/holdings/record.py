@@ -238,6 +238,7 @@ class Evidence:
     shown: frozenset[str] = frozenset()
     # UIDs that may have been in the checkpoint before the kubelet of now wrote it; None: not known.
     inherited: frozenset[str] | None = None
+    restarted: bool = False  # the kubelet of now has started since the first reading
     listed: Record = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
     joined: Record = NOTHING
 
@@ -275,6 +276,10 @@ def join(
     before_heard = before.heard_of if same_kubelet else frozenset()
     by_pod = _by_pod(before, entries, view, keys, before_heard)
     inherited = _inherited(before.inherited if same_kubelet else None, by_pod, read=read)
+    restarted = before.restarted or not (same_kubelet or before.listed.began == -math.inf)
+    # Who had not ended by the last reading, and of whom a kubelet that has started since may not know yet.
+    found_by_it = (by_pod.keys() if inherited is None else inherited) if restarted else frozenset()
+    unheard = found_by_it - (before.nameless.keys() - before.pods.keys())
     # Entries of before have what this kubelet has forgotten, too.
     written = entries.keys() if read else entries.keys() - _forgotten(before)
     matches = _matches(before, listed, by_pod, view, written)
@@ -301,7 +306,7 @@ def join(
         if pod.key is None:
             # The next of a pod's name, which only its predecessor's object has yet, the watch shows soon.
             shown = view.heard > before.nameless.get(uid, math.inf) + LAG_SECONDS
-            return bool(unseen) or not view.complete or (bool(unnamed) and not shown)
+            return bool(unseen) or not view.complete or ((bool(unnamed) or uid in unheard) and not shown)
         return uid not in before_heard
 
     pods: dict[str, PodEvidence] = {}
@@ -349,15 +354,13 @@ def join(
         uids=_uids(pods),
         away=view.away,
     )
-    unknown = by_pod.keys() - view.pods.keys() - named.keys()
-    nameless = _nameless(before, unknown, listed.began, fresh=fresh)
+    nameless = _nameless(before, by_pod.keys() - view.pods.keys() - named.keys(), listed.began, fresh=fresh)
     former = {uid: key for uid, key in before.names.items() if uid in by_pod or not (fresh and read)}
     own = {uid: view.pods[uid].key for uid in by_pod if uid in view.pods and view.pods[uid].uid == uid}
     names = {**named, **former, **own}
     shown = (before.shown & former.keys()) | own.keys()
-    return Evidence(
-        pods, frozenset(outlived), frozenset(heard_of), nameless, names, shown, inherited, listed, joined
-    )
+    uids = frozenset(outlived), frozenset(heard_of)
+    return Evidence(pods, *uids, nameless, names, shown, inherited, restarted, listed, joined)
 
 
 def _without_forged(view: View, names: Mapping[str, PodKey]) -> View:
@@ -417,11 +420,7 @@ def _by_pod(
 
 
 def _matches(
-    before: Evidence,
-    listed: Record,
-    by_pod: ByPod,
-    view: View,
-    written: Collection[_Place],
+    before: Evidence, listed: Record, by_pod: ByPod, view: View, written: Collection[_Place]
 ) -> dict[str, dict[Place, Holding]]:
     """The listed holdings that are those of a UID. `written`: what the checkpoint has.
 

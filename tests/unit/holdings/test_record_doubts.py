@@ -1,5 +1,6 @@
 """Pods whose end is in doubt: their objects are gone, their UIDs are claimed, or nobody knows them."""
 
+import math
 import time
 from pathlib import Path
 
@@ -104,6 +105,33 @@ async def test_what_nobody_knows_ends_when_the_watch_has_shown_everybody(node: N
     assert await node.held() == nameless  # of that one the API server may never know
     del node.kubelet.pods["of a file"]
     assert await node.held() == set()
+    assert await node.held() == set()
+
+
+@pytest.mark.parametrize("read", [False, True])
+async def test_who_came_before_the_kubelet_restarted_lives_until_the_watch_has_shown_everybody(
+    node: Node, read: bool
+) -> None:
+    """The watch was mute, and the kubelet of now has heard of nobody: neither says that a pod has ended.
+
+    `read`: the entry was read before the restart; a pod may be admitted while the kubelet answers slowly.
+    """
+    node.kubelet.records(("ended", "main", B))
+    assert await node.held() == set()
+    node.kubelet.restart()
+    assert await node.held() == set()  # it stays ended
+    container = "prepare" if read else "main"
+    nameless = {("pod with UID u", container, A)}
+    node.kubelet.pods = {"train-0": {"main": "" if read else A}}
+    node.kubelet.records(("u", container, A)) if read else node.kubelet.records()
+    assert await node.held() == (nameless if read else {("train-0", "main", A)})
+    node.kubelet.records(("u", container, A))
+    node.kubelet.restart()
+    for _ in range(2):
+        assert await node.held() == nameless
+    node.heard = time.monotonic() + 2 * LAG_SECONDS
+    assert await node.held() == set()
+    node.heard = -math.inf
     assert await node.held() == set()
 
 
