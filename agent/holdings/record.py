@@ -275,7 +275,9 @@ def join(
     keys = listed.pods.union([each.pod_key for each in listed.holdings])
     before_heard = before.heard_of if same_kubelet else frozenset()
     by_pod = _by_pod(before, entries, view, keys, before_heard)
-    inherited = _inherited(before.inherited if same_kubelet else None, by_pod, read=read)
+    # All that is not in the first reading of its checkpoint this kubelet has written itself, admitting it.
+    inherited = before.inherited if same_kubelet else None
+    inherited = frozenset(by_pod) if inherited is None and read else inherited
     restarted = before.restarted or not (same_kubelet or before.listed.began == -math.inf)
     # Who had not ended by the last reading, and of whom a kubelet that has started since may not know yet.
     found_by_it = (by_pod.keys() if inherited is None else inherited) if restarted else frozenset()
@@ -287,7 +289,8 @@ def join(
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
     unnamed = keys - alive - set(named.values())
-    unseen = unnamed - {pod.key for pod in view.pods.values()}
+    unshown = keys - {pod.key for pod in view.pods.values()}
+    unseen = unnamed & unshown
 
     def handed_on(pod: PodEvidence) -> bool:
         """Whether the kubelet lists any of its units for another one."""
@@ -352,6 +355,7 @@ def join(
         leftover=_leftover(() if fresh else before.joined.leftover, by_pod, pods),
         began=listed.began,
         uids=_uids(pods),
+        unshown=unshown if view.complete else frozenset(),
         away=view.away,
     )
     nameless = _nameless(before, by_pod.keys() - view.pods.keys() - named.keys(), listed.began, fresh=fresh)
@@ -382,17 +386,6 @@ def _nameless(before: Evidence, uids: Collection[str], began: float, *, fresh: b
     found = {uid for uid in uids if before.pods.get(uid, UNKNOWN).key is None}
     since = {uid: before.nameless.get(uid, began) for uid in found}
     return since if fresh else {**before.nameless, **since}
-
-
-def _inherited(
-    before: frozenset[str] | None, by_pod: Collection[str], *, read: bool
-) -> frozenset[str] | None:
-    """UIDs that this kubelet may have found in its checkpoint: those of the first reading of it.
-
-    All others it has written itself, admitting them: one that ended at once may be in no list, nor the API
-    server be there to say so.
-    """
-    return frozenset(by_pod) if before is None and read else before
 
 
 def _by_pod(

@@ -297,7 +297,9 @@ class RequesterResolver:
         alike_until, away_until = (arrived + each.seconds(began) for each in (self._alike, self._away))
         pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         resource = resource_of(self._pair, member)
-        asked = self._begin(resource, size, began)
+        # One that has its other member asks, whether the watch has shown it or not.
+        begun = [each.pod for each in reservations if member not in each.granted]
+        asked = self._begin(resource, size, began, begun)
         for attempt in itertools.count(1):
             facts = await self._facts(member, give_up - anyio.current_time(), asked)
             found = self._askers(member, size, facts, reservations)
@@ -344,14 +346,14 @@ class RequesterResolver:
             await anyio.sleep(pause if attempt < TRIES else min(pause, until - now))
         raise _nobody(facts, f"{size} of {resource}", found, unseen)
 
-    def _begin(self, resource: str, size: int, now: float) -> _Answers:
+    def _begin(self, resource: str, size: int, now: float, begun: Collection[Pod]) -> _Answers:
         seen = self._source.pods_on_node()
         return _Answers(
             there=frozenset(pod.uid for pod in seen),
             first_until=now + MISS_SECONDS,
             wanted=frozenset(
                 pod.key
-                for pod in seen
+                for pod in (*seen, *begun)
                 if not pod.ending and any(each.limits.get(resource) == size for each in pod.containers)
             ),
         )

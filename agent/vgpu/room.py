@@ -237,9 +237,12 @@ class Isolation:
         }
         lives = {key for key, limits in known.items() if limits.about.uid in record.unfinished}
         self._inherited -= held
+        # A kubelet that lost its checkpoint lists what it runs, and not what that holds.
+        running = record.pods if record.away else record.unshown
+        names = {key: (limits.about.namespace, limits.about.pod) for key, limits in known.items()}
+        lives |= {key for key, pod in names.items() if pod in running}
         if record.away:
-            names = {key: (limits.about.namespace, limits.about.pod) for key, limits in known.items()}
-            lives |= self._inherited | {key for key, pod in names.items() if pod in record.pods}
+            lives |= self._inherited
         gone = [
             key
             for key, born in self._born.items()

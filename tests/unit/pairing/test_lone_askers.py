@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from agent.model.holding import PairMember, Record
-from agent.model.pod import MPS, Container, Pod
+from agent.model.pod import MPS, VGPU, Container, Pod
 from agent.pairing.pair_rules import PairRules
 from agent.pairing.pairing import Pairing
 from agent.pairing.resolver import DOUBT_SECONDS, PairRefused, PodSource, RequesterResolver
@@ -176,6 +176,23 @@ async def test_share_of_one_that_is_deleted_in_its_own_call_goes_to_no_other(
     async with anyio.create_task_group() as group:
         group.start_soon(is_refused, kubelet)
         group.start_soon(is_deleted)
+
+
+@in_virtual_time
+async def test_second_half_of_one_that_is_deleted_in_its_own_call_goes_to_no_other_under_a_mute_watch() -> (
+    None
+):
+    """The call for the first half says that it asks, also where the watch has never shown it (storm 7083)."""
+    kubelet = node("other", runs=True)
+    gone = pod("gone", share("main", 20, 10))
+    kubelet.api[gone.key], kubelet.taken_up[gone.key] = gone, Admission(gone)
+    cores = await kubelet.pairing.prefer(PairMember.CORE, 20, kubelet.free_cores())
+    await kubelet.pairing.allocate(PairMember.CORE, cores)
+    kubelet.taken_up[gone.key].held["main", VGPU.core] = frozenset(cores)
+    kubelet.api[gone.key] = changed(gone, ending=True)
+    kubelet.pods_on_node = lambda: [each for key, each in kubelet.api.items() if key != gone.key]  # type: ignore[method-assign]
+    with pytest.raises(PairRefused):
+        await kubelet.pairing.prefer(PairMember.MEMORY, 10, sorted(kubelet.listed(PairMember.MEMORY)))
 
 
 @pytest.mark.parametrize("away", ["the API server", "the record", "both"])
