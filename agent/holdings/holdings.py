@@ -185,7 +185,7 @@ class HoldingsWatch:
             for pod in self._record.pods.values()
             if any(each.listed for each in pod.holdings.values())
         }
-        return self._record.joined.pods - _shown(view) - held
+        return self._record.joined.pods - view.names - held
 
     def nameless_gpus(self) -> frozenset[str]:
         """GPUs of which something is held by a pod whose UID is not known."""
@@ -301,7 +301,7 @@ class HoldingsWatch:
             self._patience = PATIENCE_SECONDS if slow else LIST_SECONDS
             problem = self._blind()
         except PodResourcesUnavailable as error:
-            if self.began > asked:  # one who asked later was answered, or not, and it counts
+            if self.began > asked:  # a later question was answered: what has been found since counts
                 return self._record.joined if self.problem is None else None
             problem = str(error)
             # An agent takes no GPU over before the first answer, however slow the kubelet is.
@@ -400,7 +400,7 @@ class HoldingsWatch:
             # Those that a kubelet that has just started has not heard of yet may come again.
             unheard = self._unshown.keys() - (self._record.joined.pods if same else ())
             self._record, self._answered_by, self._doubted = record, kubelet, {}
-            unshown = (record.joined.pods | unheard) - _shown(view)
+            unshown = (record.joined.pods | unheard) - view.names
             self._unshown = {key: self._unshown.get(key, listed.began) for key in unshown}
         if record.joined != self.cell.value:
             # Read by a call: it is published by the next `refresh`, which may fail.
@@ -451,7 +451,3 @@ class HoldingsWatch:
             self._differs = False
             self.holders.publish(self.holders.value + 1)
             self.cell.publish(self._record.joined)
-
-
-def _shown(view: View) -> set[PodKey]:
-    return {pod.key for pod in view.pods.values()}

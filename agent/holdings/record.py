@@ -198,6 +198,10 @@ class View:
     over: Collection[str] = frozenset()
     away: bool = False  # it is asked, and does not say now
 
+    @property
+    def names(self) -> set[PodKey]:
+        return {pod.key for pod in self.pods.values()}
+
     def ended(self, uid: str) -> bool:
         """Whether a pod that was seen before is gone or has finished, as far as is known."""
         if uid in self.over:
@@ -289,7 +293,7 @@ def join(
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
     unnamed = keys - alive - set(named.values())
-    unshown = keys - {pod.key for pod in view.pods.values()}
+    unshown = keys - view.names
     unseen = unnamed & unshown
 
     def handed_on(pod: PodEvidence) -> bool:
@@ -363,8 +367,10 @@ def join(
     own = {uid: view.pods[uid].key for uid in by_pod if uid in view.pods and view.pods[uid].uid == uid}
     names = {**named, **former, **own}
     shown = (before.shown & former.keys()) | own.keys()
-    uids = frozenset(outlived), frozenset(heard_of)
-    return Evidence(pods, *uids, nameless, names, shown, inherited, restarted, listed, joined)
+    heard = frozenset(heard_of)
+    return Evidence(
+        pods, frozenset(outlived), heard, nameless, names, shown, inherited, restarted, listed, joined
+    )
 
 
 def _without_forged(view: View, names: Mapping[str, PodKey]) -> View:
@@ -374,8 +380,9 @@ def _without_forged(view: View, names: Mapping[str, PodKey]) -> View:
 
 
 def _leftover(earlier: IdSets, by_pod: ByPod, pods: Mapping[str, PodEvidence]) -> IdSets:
-    gone = (held.values() for uid, held in by_pod.items() if pods.get(uid, UNKNOWN).key is None)
-    return tuple(dict.fromkeys([*earlier, *(frozenset[str]().union(*each) for each in gone)]))
+    # Those that are over are not among the pods that live, and some of these have no name.
+    unheld = (held.values() for uid, held in by_pod.items() if pods.get(uid, UNKNOWN).key is None)
+    return tuple(dict.fromkeys([*earlier, *(frozenset[str]().union(*each) for each in unheld)]))
 
 
 def _nameless(before: Evidence, uids: Collection[str], began: float, *, fresh: bool) -> Mapping[str, float]:

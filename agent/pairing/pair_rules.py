@@ -33,7 +33,7 @@ class Call:
     inherited: frozenset[str]  # IDs of plain init containers before, which come with the container
     available: frozenset[str] | None
     now: float  # seconds
-    # Units of each pod that is over, which the kubelet may not have freed yet.
+    # Units of each pod that is over, or has no name, which the kubelet may not have freed yet.
     leftover: Collection[frozenset[str]] = ()
 
 
@@ -113,7 +113,7 @@ class PairRules:
     node: str = ""
 
     def reserve(
-        self, state: PairState, call: Call, asker: Asker, unsettled: Collection[str] = ()
+        self, state: PairState, call: Call, asker: Asker, unsettled: frozenset[str] = NOTHING
     ) -> tuple[Reservation, str]:
         """A reservation for the asker, and why the scheduler's choice is not followed. Raises PairRefused.
 
@@ -155,7 +155,7 @@ class PairRules:
             if doubted and not tied and (choice.hint_ignored or not hint):
                 with suppress(NoRoom):
                     sure = choose(taken | doubted)
-                    if set(unsettled).isdisjoint(sure.gpus) or not set(unsettled).isdisjoint(choice.gpus):
+                    if unsettled.isdisjoint(sure.gpus) or not unsettled.isdisjoint(choice.gpus):
                         choice = sure
         except Impossible as problem:
             raise PairRefused(str(problem), Cause.INVALID, asker.pod) from problem

@@ -227,20 +227,22 @@ class Isolation:
             return
         held, now = self._read(record), self._clock()
         known = self.containers.value
+        names = {key: (limits.about.namespace, limits.about.pod) for key, limits in known.items()}
         # A name that the kubelet lists may be a later pod's, which got its limits while an interrupted watch
         # showed the earlier one, and whose units no reading shows yet.
         ended = {
             key
             for key, limits in known.items()
-            if limits.about.uid in record.ended
-            and (limits.about.namespace, limits.about.pod) not in record.pods
+            if limits.about.uid in record.ended and names[key] not in record.pods
         }
-        lives = {key for key, limits in known.items() if limits.about.uid in record.unfinished}
         self._inherited -= held
         # A kubelet that lost its checkpoint lists what it runs, and not what that holds.
         running = record.pods if record.away else record.unshown
-        names = {key: (limits.about.namespace, limits.about.pod) for key, limits in known.items()}
-        lives |= {key for key, pod in names.items() if pod in running}
+        lives = {
+            key
+            for key, limits in known.items()
+            if limits.about.uid in record.unfinished or names[key] in running
+        }
         if record.away:
             lives |= self._inherited
         gone = [

@@ -172,6 +172,7 @@ async def test_share_of_one_that_is_deleted_in_its_own_call_goes_to_no_other(
     if early:
         with anyio.fail_after(1):
             await kubelet.pairing.prefer(PairMember.CORE, 30, kubelet.free_cores())
+        assert kubelet.pairing.ledger.reservations[0].holder.pod == "other"
         return
     async with anyio.create_task_group() as group:
         group.start_soon(is_refused, kubelet)
@@ -179,9 +180,7 @@ async def test_share_of_one_that_is_deleted_in_its_own_call_goes_to_no_other(
 
 
 @in_virtual_time
-async def test_second_half_of_one_that_is_deleted_in_its_own_call_goes_to_no_other_under_a_mute_watch() -> (
-    None
-):
+async def test_second_half_of_one_that_is_deleted_under_a_mute_watch_goes_to_no_other() -> None:
     """The call for the first half says that it asks, also where the watch has never shown it (storm 7083)."""
     kubelet = node("other", runs=True)
     gone = pod("gone", share("main", 20, 10))

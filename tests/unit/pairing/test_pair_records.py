@@ -55,6 +55,22 @@ def test_a_holding_that_changed_is_read_again() -> None:
         assert calls.held(Record((fresh,), LISTED)).ids == {f"GPU-a::c{number}"}
 
 
+async def written(kubelet: KubeletModel, *pods: Pod) -> None:
+    """They run; the kubelet's checkpoint names what it names now for good."""
+    for each in pods:
+        await kubelet.admit(each)
+    await kubelet.refresh()
+    entries = kubelet.checkpoint()
+    kubelet.checkpoint = lambda: entries  # type: ignore[method-assign]
+
+
+def kept_for(kubelet: KubeletModel, *gone: Pod) -> None:
+    """They are over, and the kubelet, which has just started, does not list them and frees nothing yet."""
+    for each in gone:
+        del kubelet.api[each.key]
+    kubelet.heard = set()
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(PairMember)))
 async def test_a_kubelet_that_keeps_one_half_of_a_pod_that_is_over_keeps_the_other(
     order: tuple[PairMember, PairMember],
@@ -64,8 +80,7 @@ async def test_a_kubelet_that_keeps_one_half_of_a_pod_that_is_over_keeps_the_oth
     gone = pod("gone", share("main", 50, 20))
     await kubelet.admit(gone)
     await kubelet.refresh()
-    del kubelet.api[gone.key]
-    kubelet.heard = set()
+    kept_for(kubelet, gone)
     kubelet.random = InOrder([*order], [*order])
     await kubelet.admit(pod("next", share("main", 60, 21)))
     assert index(kubelet, ("default", "next")) == [1]
@@ -78,23 +93,11 @@ async def test_a_kubelet_that_keeps_the_units_of_one_pod_that_is_over_has_freed_
     """It counted one as running that ended within the call, and its checkpoint still names both."""
     kubelet = KubeletModel(gpus=2, blocks=40)
     earlier, just_now = (pod(name, share("main", 60, 30)) for name in ("earlier", "just-now"))
-    for each in (earlier, just_now):
-        await kubelet.admit(each)
-    await kubelet.refresh()
-    written = kubelet.checkpoint()
-    kubelet.checkpoint = lambda: written  # type: ignore[method-assign]
+    await written(kubelet, earlier, just_now)
     kubelet.end(earlier.key)
-    del kubelet.api[just_now.key]
-    kubelet.heard = set()
+    kept_for(kubelet, just_now)
     await kubelet.admit(pod("next", share("main", 90, 35)))
     assert index(kubelet, ("default", "next")) == [0]
-
-
-def kept_for(kubelet: KubeletModel, *gone: Pod) -> None:
-    """They are over, and the kubelet, which has just started, does not list them and frees nothing yet."""
-    for each in gone:
-        del kubelet.api[each.key]
-    kubelet.heard = set()
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(PairMember)))
@@ -119,8 +122,8 @@ async def test_gpus_come_last_of_whose_kept_units_the_call_says_nothing(
     await kubelet.admit(pod("next", share("main", 50, 20), annotations=choice))
     assert index(kubelet, ("default", "next")) == [2]
     # Where there is no other, it is taken for free: the kubelet may have freed it, and not written so yet.
-    written, usual = kubelet.checkpoint(), kubelet.checkpoint
-    kubelet.checkpoint = lambda: {**written, **usual()}  # type: ignore[method-assign]
+    before, usual = kubelet.checkpoint(), kubelet.checkpoint
+    kubelet.checkpoint = lambda: {**before, **usual()}  # type: ignore[method-assign]
     del kubelet.taken_up[gone[0].key]
     await kubelet.admit(pod("last", share("main", 60, 30)))
     assert index(kubelet, ("default", "last")) == [0]
@@ -131,8 +134,8 @@ async def test_a_gpu_of_doubtful_units_comes_before_one_whose_list_has_just_grow
     gone, (_, grown) = pod("whole", share("main", 100, 0)), kubelet.pairing.ledger.pools
     await kubelet.admit(gone)
     await kubelet.refresh()
-    written, usual = kubelet.checkpoint(), kubelet.checkpoint
-    kubelet.checkpoint = lambda: {**written, **usual()}  # type: ignore[method-assign]
+    before, usual = kubelet.checkpoint(), kubelet.checkpoint
+    kubelet.checkpoint = lambda: {**before, **usual()}  # type: ignore[method-assign]
     kubelet.end(gone.key)
     kubelet.pairing._unsettled = lambda: frozenset({grown})  # type: ignore[method-assign]
     kubelet.random = InOrder([PairMember.MEMORY, PairMember.CORE])
@@ -144,14 +147,9 @@ async def test_a_schedulers_choice_is_followed_where_a_kubelet_may_keep_units() 
     """It has seen their end; the kubelet withholds those of another pod, which ended within the call."""
     kubelet = KubeletModel(gpus=3, blocks=40)
     gone = [pod("whole", share("main", 100, 0)), pod("just-now", share("main", 60, 30))]
-    for each in gone:
-        await kubelet.admit(each)
-    await kubelet.refresh()
-    written = kubelet.checkpoint()
-    kubelet.checkpoint = lambda: written  # type: ignore[method-assign]
+    await written(kubelet, *gone)
     kubelet.end(gone[0].key)
-    del kubelet.api[gone[1].key]
-    kubelet.heard = set()
+    kept_for(kubelet, gone[1])
     kubelet.random = InOrder([PairMember.MEMORY, PairMember.CORE])
     choice = {"tencent.com/predicate-gpu-idx-0": "0"}
     await kubelet.admit(pod("next", share("main", 50, 20), annotations=choice))
@@ -161,15 +159,10 @@ async def test_a_schedulers_choice_is_followed_where_a_kubelet_may_keep_units() 
 async def test_what_a_kubelet_keeps_is_known_after_the_api_server_was_asked() -> None:
     kubelet = KubeletModel(gpus=2, blocks=40)
     kept, freed = (pod(name, share("main", 60, 30)) for name in ("kept", "freed"))
-    for each in (kept, freed):
-        await kubelet.admit(each)
-    await kubelet.refresh()
-    written = kubelet.checkpoint()
-    kubelet.checkpoint = lambda: written  # type: ignore[method-assign]
-    del kubelet.api[kept.key]
+    await written(kubelet, kept, freed)
+    kept_for(kubelet, kept)
     kubelet.renewed[freed.key] = changed(freed, phase="Succeeded")  # the watch does not show it yet
     del kubelet.taken_up[freed.key]
-    kubelet.heard = set()
     kubelet.random = InOrder([*PairMember], [*PairMember])
     await kubelet.admit(pod("next", share("main", 40, 35)))
     assert index(kubelet, ("default", "next")) == [1]
@@ -191,11 +184,7 @@ async def test_a_pod_whose_name_nobody_knows_keeps_both_members() -> None:
 async def test_units_of_a_lost_gpu_are_withheld_for_nobody() -> None:
     """Storm 1000057: the kubelet was taken to keep for its pods what the checkpoint still names."""
     kubelet = KubeletModel(gpus=2, blocks=40)
-    for name in ("a", "b"):
-        await kubelet.admit(pod(name, share("main", 60, 30)))
-    await kubelet.refresh()
-    written = kubelet.checkpoint()
-    kubelet.checkpoint = lambda: written  # type: ignore[method-assign]
+    await written(kubelet, *(pod(name, share("main", 60, 30)) for name in ("a", "b")))
     for name in ("a", "b"):
         kubelet.end(("default", name))
     well, lost = kubelet.inventory.value.gpus
