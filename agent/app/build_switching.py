@@ -12,7 +12,7 @@ from agent.cluster.node import OwnNode
 from agent.cluster.pods import PodCache
 from agent.cluster.reach import ClusterAccess
 from agent.holdings.holdings import HoldingsWatch
-from agent.holdings.record import Owners, pods_of_processes, pods_of_strangers
+from agent.holdings.process_owners import Owners, pods_of_processes, pods_of_strangers
 from agent.inventory.gpu_monitor import GpuMonitor
 from agent.kit.tasks import Cell
 from agent.kubelet.endpoint import Endpoint

@@ -12,7 +12,7 @@ from anyio.abc import TaskStatus
 from agent.app.parts import Core, Tasks
 from agent.cluster.pods import PodCache
 from agent.cluster.reviews import Reviews
-from agent.holdings.record import Owners
+from agent.holdings.process_owners import Owners
 from agent.kit.tasks import Cell, Courtesy, FatalError
 from agent.model.holding import Growth, Place
 from agent.model.modes import Assignment

@@ -21,7 +21,7 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
-from agent.holdings.record import ProcessUnreadable, container_of_process
+from agent.holdings.process_owners import ProcessUnreadable, container_of_process
 from agent.kit.tasks import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.holding import Record

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import anyio
 import anyio.to_thread
 
-from agent.holdings.record import Owners
+from agent.holdings.process_owners import Owners
 from agent.inventory.snapshot import Snapshot
 from agent.kit.tasks import Cell, Courtesy
 from agent.model.holding import Growth, Place, Record

@@ -18,7 +18,7 @@ from types import MappingProxyType
 import anyio.to_thread
 import structlog
 
-from agent.holdings.record import ProcessUnreadable, container_of_process
+from agent.holdings.process_owners import ProcessUnreadable, container_of_process
 from agent.kit import bounded
 from agent.kit.tasks import Cell
 from agent.model.cgroup import ContainerRef

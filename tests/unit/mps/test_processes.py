@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.holdings.record import container_of_process, pods_of_processes, pods_of_strangers
+from agent.holdings.process_owners import container_of_process, pods_of_processes, pods_of_strangers
 from agent.kit import bounded
 from agent.mps import processes
 from agent.mps.binary import CONTROL

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from agent.holdings.record import Owners, ProcessUnreadable, container_of_process
+from agent.holdings.process_owners import Owners, ProcessUnreadable, container_of_process
 from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Record
 from agent.model.modes import Mode

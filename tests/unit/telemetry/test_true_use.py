@@ -7,7 +7,7 @@ from types import MappingProxyType
 import anyio
 import pytest
 
-from agent.holdings.record import Owners
+from agent.holdings.process_owners import Owners
 from agent.kit.tasks import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.holding import Holding, Record
