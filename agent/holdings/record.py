@@ -158,6 +158,8 @@ class Evidence:
     # UIDs that may have been in the checkpoint before the kubelet of now wrote it; None: not known.
     inherited: frozenset[str] | None = None
     restarted: bool = False  # the kubelet of now has started since the first reading
+    # UIDs that a kubelet has lost before it or the watch had shown whether they are over, and since when.
+    lost: Mapping[str, float] = field(default_factory=dict)
     listed: Record = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
     joined: Record = NOTHING
 
@@ -263,12 +265,13 @@ def join(
     listed = replace(listed, holdings=kept)
     order = sorted([*listed.holdings, *hidden], key=attrgetter("namespace", "pod", "container", "resource"))
     finished = frozenset(uid for uid, each in view.pods.items() if each.finished)
+    lost = _lost(before, by_pod, view, before_heard, listed.began)
     joined = Record(
         tuple(order),
         tuple(sorted(listed.containers)),
         finished,
         frozenset(uid for uid, each in view.pods.items() if each.devices and not each.finished)
-        | (pods.keys() & named.keys()) - finished,
+        | ((pods.keys() & named.keys()) | lost.keys()) - finished,
         parents=before.joined.parents,
         newcomers=_newcomers(before, listed, same_kubelet=same_kubelet),
         leftover=_leftover(() if fresh else before.joined.leftover, by_pod, pods),
@@ -284,7 +287,7 @@ def join(
     shown = (before.shown & former.keys()) | own.keys()
     heard = frozenset(heard_of)
     return Evidence(
-        pods, frozenset(outlived), heard, nameless, names, shown, inherited, restarted, listed, joined
+        pods, frozenset(outlived), heard, nameless, names, shown, inherited, restarted, lost, listed, joined
     )
 
 
@@ -332,6 +335,18 @@ def _by_pod(
         if kept:
             found[uid] = kept
     return found
+
+
+def _lost(
+    before: Evidence, by_pod: ByPod, view: View, heard_of: Collection[str], began: float
+) -> Mapping[str, float]:
+    """Pods in no checkpoint any more, of which neither the watch nor the kubelet of now has ever spoken."""
+    if not (view.complete or view.away):
+        return {}  # nobody will ever say more
+    lost = {uid for uid, pod in before.pods.items() if not pod.watched and uid not in heard_of}
+    since = {**dict.fromkeys(lost, began), **before.lost}
+    known = by_pod.keys() | view.pods.keys() | set(view.over)
+    return {uid: at for uid, at in since.items() if uid not in known and view.heard <= at + LAG_SECONDS}
 
 
 def _matches(

@@ -135,6 +135,44 @@ async def test_who_came_before_the_kubelet_restarted_lives_until_the_watch_has_s
     assert await node.held() == set()
 
 
+async def test_who_a_kubelet_lost_may_live_until_the_watch_has_spoken(node: Node) -> None:
+    """It lost its checkpoint, and has heard of nobody; and the watch was mute since before the pod came."""
+
+    async def unfinished() -> frozenset[str]:
+        await node.held()
+        return node.watch.cell.value.unfinished if node.watch.cell.value else frozenset()
+
+    node.know("v", "train-1")
+    node.kubelet.pods = {"train-0": {"main": A}, "train-1": {"main": B}}
+    node.kubelet.records(("u", "main", A), ("v", "main", B))
+    assert await unfinished() == {"u", "v"}
+    node.kubelet.restart()
+    node.kubelet.pods = {"train-1": {"main": B}}
+    node.kubelet.records(("v", "main", B))
+    for _ in range(3):
+        assert await unfinished() == {"u", "v"}
+    node.heard = time.monotonic() + LAG_SECONDS / 2
+    assert await unfinished() == {"u", "v"}
+    node.heard = time.monotonic() + 2 * LAG_SECONDS
+    assert await unfinished() == {"v"}
+
+
+@pytest.mark.parametrize("listed", [False, True])
+async def test_who_a_kubelet_listed_and_lost_has_ended(node: Node, listed: bool) -> None:
+    """Nor is anybody kept whom no API server will ever speak of."""
+    node.complete = listed
+    node.kubelet.pods = {"train-0": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    assert await node.held() == {("train-0", "main", A)}
+    if not listed:
+        node.kubelet.restart()
+    node.kubelet.pods = {}
+    node.kubelet.records()
+    await node.held()
+    assert node.watch.cell.value
+    assert node.watch.cell.value.unfinished == frozenset()
+
+
 async def test_a_uid_that_is_contested_has_not_ended(node: Node) -> None:
     node.know("u", "train")
     node.kubelet.pods = {"train": {"main": A}}
