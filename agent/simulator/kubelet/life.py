@@ -214,7 +214,8 @@ class Life:
             seen = self._api.changes.version
             self._drop_removed()
             for pod in self._api.pods_of_the_kubelet():
-                if pod.uid not in self._pods and not pod.deleting:
+                # One that a kubelet before has still to end goes on being ended, and holds what it held.
+                if pod.uid not in self._pods and (not pod.deleting or pod.phase is Phase.RUNNING):
                     await self._take_up(pod)
             self.devices.sources_ready = True
             for pod in self._api.pods_of_the_kubelet():
@@ -285,7 +286,8 @@ class Life:
             self._reject(pod, *short)
             return
         pod.admitted = True
-        self._workers.start(pod)
+        if not pod.deleting:
+            self._workers.start(pod)
 
     def _misfit(self, pod: Pod) -> tuple[str, str] | None:
         """The kubelet's own fit check: totals again, but what is allocated already counts as allocatable."""

@@ -64,6 +64,24 @@ async def test_pods_keep_their_devices_without_a_new_allocate(kubelet: EmbeddedK
             assert len(plugin.named("Allocate")) == 2
 
 
+async def test_a_pod_that_is_still_ending_holds_its_devices_after_a_restart(
+    kubelet: EmbeddedKubelet, root: Path
+) -> None:
+    """`HandlePodAdditions` takes up pods with a deletion timestamp as well, which their workers then end."""
+    async with kubelet.running():
+        with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving() as plugin:
+            await ready(kubelet)
+            ending = pod("ending", 5, grace=scaled(2.0))
+            await run(kubelet, ending)
+            kubelet.api.delete(ending)
+            await kubelet.restart(down=0.1)
+            await eventually(lambda: plugin.streams == 1 and kubelet.known_devices(GPU) == 8)
+            with pod_resources(kubelet.pod_resources_socket) as lister:
+                assert {name for name, _ in await anyio.to_thread.run_sync(lister.held)} == {"ending"}
+            await eventually(lambda: ending.key not in kubelet.api.pods)
+            await run(kubelet, pod("late", 8))
+
+
 async def test_nothing_is_listed_until_the_pods_are_told(root: Path) -> None:
     """The socket serves, the plugin is back, units are held; and still no pod is there to hold them."""
     kubelet = EmbeddedKubelet(root, status_tick=0.02, timings=replace(FAST, first_pods=scaled(1.0)))
