@@ -9,9 +9,10 @@ nobody runs any.
 
 import ctypes
 import os
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -65,15 +66,20 @@ def kept() -> int:
 
 
 _sockets = registry._sockets
+_real_time_ns = partial(time.clock_gettime_ns, time.CLOCK_REALTIME)  # not the storm's
+TICK_NS = 20_000_000
 _seen: dict[Path, tuple[tuple[int, int], list[tuple[Path, tuple[int, int]]]]] = {}
 
 
 def _sockets_if_changed(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
-    """Every socket that comes or goes changes its folder's time; the agent makes no folders there."""
+    """Every socket that comes or goes changes its folder's time; the agent makes no folders there.
+
+    Two changes within a tick of the kernel have one time: what was seen between them does not count.
+    """
     status = folder.stat()
     now = status.st_ino, status.st_mtime_ns
     known = _seen.get(folder)
-    if known is None or known[0] != now:
+    if known is None or known[0] != now or _real_time_ns() - status.st_mtime_ns < TICK_NS:
         _seen.clear()
         known = _seen[folder] = now, list(_sockets(folder))
     yield from known[1]

@@ -92,9 +92,17 @@ class Excuses:
         if self._world.outage > self._last.get("api", -LONG):  # it came and went between two looks
             self._begun.setdefault("api", self._since)
             self._last["api"] = self._world.outage
-        # Calls were refused, or the kubelet was down, between two looks.
-        self._last["calls"] = max(self._last.get("calls", -LONG), self._world.refused)
+        # Calls were refused or had no answer, or the kubelet was down, between two looks.
+        calls = max(self._world.refused, self._world.unanswered or -LONG)
+        self._last["calls"] = max(self._last.get("calls", -LONG), calls)
         self._last["kubelet"] = max(self._last.get("kubelet", -LONG), self._world.kubelet_began)
+        if seams.KUBELET.lagged > self._last.get("records", 0.0):  # an answer that was late for somebody
+            self._begun.setdefault("records", self._since)
+            self._last["records"] = seams.KUBELET.lagged
+        # A call that a lost stream ends is refused before the kubelet has marked its endpoint.
+        for resource, at in self._world.dropped.items():
+            stream = f"stream {MODES.get(resource, Mode.PGPU).value}"
+            self._last[stream] = max(self._last.get(stream, -LONG), at)
         for each in SHARES:
             if each in found:
                 self._begun.setdefault(each, self._since)
@@ -184,7 +192,7 @@ class Excuses:
         if not world.api_well:
             yield "calls"
         slow = sum(seams.KUBELET.answering) + seams.KUBELET.reading > SLOW_SECONDS
-        if seams.KUBELET.records or world.checkpoint is not None or slow:
+        if seams.KUBELET.records or world.checkpoint is not None or slow or seams.KUBELET.lagging:
             yield "records"
         if agent is not None:
             yield from self._gpus(agent)

@@ -229,10 +229,13 @@ class _Kubelet:
     `delay`: seconds that a container's admission takes before its devices are asked for. `records`: how
     PodResources is not well ("refuses", "late"); empty: it is. `answering`: seconds that it takes before and
     after it looks who holds what. `reading`: those between the checkpoint as it was and its reader.
+    `lagging`: late answers of PodResources that are to come, also when it is well again; `lagged`: when the
+    last one ended.
     """
 
     def __init__(self) -> None:
         self.delay = [0.0]
+        self.lagging, self.lagged = 0, 0.0
         self.calm()
 
     def calm(self) -> None:
@@ -263,15 +266,19 @@ async def _list_if_well(
 ) -> v1.ListPodResourcesResponse:
     if KUBELET.records == "refuses":
         raise GRPCError(Status.UNAVAILABLE, "storm")
-    if KUBELET.records == "late":
-        await anyio.sleep(LATE_SECONDS)
     before, after = KUBELET.answering
-    if before:
+    if KUBELET.records == "late":
+        before += LATE_SECONDS
+    if not before + after:
+        return await _list(self, message)
+    KUBELET.lagging += 1
+    try:
         await anyio.sleep(before)
-    answer = await _list(self, message)
-    if after:
+        answer = await _list(self, message)
         await anyio.sleep(after)
-    return answer
+        return answer
+    finally:
+        KUBELET.lagging, KUBELET.lagged = KUBELET.lagging - 1, anyio.current_time()
 
 
 def install(api_socket: str) -> None:
@@ -282,6 +289,7 @@ def install(api_socket: str) -> None:
         return client(api_socket, AGENT)
 
     NVML.waiting.clear()  # of a storm before
+    KUBELET.lagging, KUBELET.lagged = 0, 0.0
     anyio.to_thread.run_sync = _inline  # type: ignore[assignment]
     event_watch._Worker = _InlineWorker  # type: ignore[assignment,misc]
     agent.cluster.reach.connect = connect  # type: ignore[attr-defined]

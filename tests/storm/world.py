@@ -132,6 +132,7 @@ class World:
         self.api_delay = 0.0
         self.api_faults: list[int] = []  # HTTP status of the next calls that fail, newest last
         self.outage = 0.0  # when the last long one of the API server ended
+        self.dropped: dict[str, float] = {}  # resources whose stream the kubelet lost, and when
         self.unanswered = 0.0  # the same, of those in which calls had no answer
         self.refused = -math.inf  # when it refused a call last
         self.lost_answers = 0  # so many next writes are carried out but answered with a cut connection

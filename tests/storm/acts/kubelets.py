@@ -143,6 +143,7 @@ async def drop_stream(world: World, rng: random.Random) -> str:
     calls = endpoints[resource].calls
     assert isinstance(calls, PluginClient)
     calls.close()
+    world.dropped[resource] = anyio.current_time()
     return f"the kubelet loses the stream of {resource}"
 
 
