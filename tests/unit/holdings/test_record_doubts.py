@@ -7,7 +7,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from agent.holdings.record import LAG_SECONDS
+from agent.holdings.record import LAG_SECONDS, Evidence, View, join
+from agent.model.holding import Record
 from tests.pods import a_pod
 from tests.unit.holdings.record_node import Node
 
@@ -155,6 +156,19 @@ async def test_who_a_kubelet_lost_may_live_until_the_watch_has_spoken(node: Node
     assert await unfinished() == {"u", "v"}
     node.heard = time.monotonic() + 2 * LAG_SECONDS
     assert await unfinished() == {"v"}
+
+
+def test_what_a_kubelet_has_written_down_for_another_is_held_once() -> None:
+    """It has just started, and while the API server is away who held that before goes on without it alone."""
+    resource, gpu, other = "nvidia.com/gpu", frozenset({"GPU-A"}), frozenset({"GPU-B"})
+    away = View(away=True)
+    entries = {("u", "prepare", resource): gpu, ("v", "prepare", resource): other}
+    record = join(Evidence(), Record(), entries, away, same_kubelet=True, fresh=True, read=True)
+    entries = {("w", "prepare", resource): gpu}
+    for same in (False, True):
+        record = join(record, Record(), entries, away, same_kubelet=same, fresh=True, read=True)
+        held = {(each.pod, each.ids) for each in record.joined.holdings}
+        assert held == {("pod with UID w", ("GPU-A",)), ("pod with UID v", ("GPU-B",))}
 
 
 @pytest.mark.parametrize("listed", [False, True])
