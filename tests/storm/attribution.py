@@ -6,9 +6,11 @@ from pathlib import Path
 from agent.model.holding import PairMember
 from agent.pairing.pair_rules import Grant
 from agent.pairing.pairing import Pairing
+from agent.pairing.resolver import resource_of
 from agent.simulator.kubelet.devices import DeviceManager
 from agent.simulator.kubelet.pod_specs import ContainerSpec, PodSpec
 from tests.storm import seams
+from tests.storm.holders import OURS
 from tests.storm.world import World
 
 
@@ -17,11 +19,18 @@ def observe(found: Callable[[str], None]) -> Callable[[], None]:
     allocate, grant = DeviceManager.allocate, Pairing.allocate
     asking: list[tuple[str, str]] = []  # pod UID and container of those that the kubelet serves now
     names: dict[str, str] = {}  # of their pods, by UID
+    # Containers that run and whose devices the kubelet has forgotten: it does not ask for these, and nobody
+    # says so; the next one of the pod that asks for as much may be either.
+    lost: set[tuple[str, str]] = set()
+    shares: dict[tuple[str, str], dict[str, int]] = {}
 
     async def serving(
         self: DeviceManager, pod: PodSpec, uid: str, container: ContainerSpec, running: bool
     ) -> None:
         asking.append((uid, container.name))
+        shares[uid, container.name] = {each: n for each, n in container.limits.items() if each in OURS}
+        if running and not self.tables.pods.of_container(uid, container.name):
+            lost.add((uid, container.name))
         names[uid] = "/".join(pod.key)
         try:
             await allocate(self, pod, uid, container, running)
@@ -29,7 +38,7 @@ def observe(found: Callable[[str], None]) -> Callable[[], None]:
             asking.remove((uid, container.name))
 
     async def granted(self: Pairing, member: PairMember, ids: Sequence[str]) -> Grant:
-        before = tuple(asking)
+        before, resource = tuple(asking), resource_of(self.pair, member)
         answer = await grant(self, member, ids)
         life = seams.LIFE.get()
         known = {*before, *asking}
@@ -39,7 +48,13 @@ def observe(found: Callable[[str], None]) -> Callable[[], None]:
         named_so = {(names[uid], container) for uid, container in known}
         if believed and ("/".join(answer.pod.key), answer.container) in named_so:
             return answer
-        if known and (answer.pod.uid, answer.container) not in known and not (life and life.dead):
+        by_agent = answer.pod.uid, answer.container
+        if by_agent in lost and any(
+            each[0] == by_agent[0] and shares[each].get(resource) == shares[by_agent].get(resource)
+            for each in known
+        ):
+            return answer
+        if known and by_agent not in known and not (life and life.dead):
             named = f"{answer.pod.namespace}/{answer.pod.name} ({answer.pod.uid}), {answer.container}"
             wanted = sorted(f"{names[uid]} ({uid}), {container}" for uid, container in known)
             found(f"{member.value} was granted to {named}; the kubelet asked for {'; '.join(wanted)}")
