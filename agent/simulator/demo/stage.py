@@ -209,7 +209,8 @@ async def stage(profile: str, patience: float, status_tick: float) -> AsyncItera
         kubelet = EmbeddedKubelet(
             folder / "kubelet",
             status_tick=status_tick,
-            timings=Timings(registry_poll=0.1),
+            # Plugins win the race against a starting kubelet's first status on a busy machine, too.
+            timings=Timings(registry_poll=0.1, first_status=patience),
             nvidia_nodes=nodes,
         )
         async with kubelet.running():

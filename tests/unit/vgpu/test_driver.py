@@ -17,6 +17,7 @@ from agent.vgpu.driver import MOST_TRIES, DriverLimits, cgroups_of, is_unified
 from agent.vgpu.folders import LIMITS, About, key_of
 from agent.vgpu.limits import Enforcement, memory_device
 from agent.vgpu.publishing import Publisher
+from tests.pace import scaled
 from tests.unit.vgpu.made_up import BLOCK, GPU, units
 from tests.unit.vgpu.test_room import Node
 from tests.unit.vgpu.test_watch import PLACE, Owners, Reporting
@@ -55,7 +56,7 @@ class Driven(Reporting, Node):
         self.owners = Owners()
         self.reports()
         self.nvml = Nvml(SimulatedMachine.create("dgx-h200", root / "machine"))
-        self.thread = WorkerThread("test")
+        self.thread = WorkerThread("test", deadline=scaled(10.0))
         self.ids: Mapping[str, str] = {}
         self.driver = DriverLimits(
             self.isolation,
