@@ -1,4 +1,4 @@
-"""What storms do at less cost is what is done."""
+"""Stand-ins that cost less say the same as those in whose place they are."""
 
 import socket
 from pathlib import Path
