@@ -105,17 +105,27 @@ def _cordon(path: Path, options: argparse.Namespace) -> int:
     def still() -> Document:
         if not options.watch:
             return done
-        gpus = control.ask(path, "status")["gpus"]
-        holders = [pod["pod"] for gpu in gpus if gpu["uuid"] == done["uuid"] for pod in gpu["holders"]]
-        return {**done, "waitingFor": sorted(set(holders))}
+        now = control.ask(path, "status")
+        gpus = [gpu for gpu in now["gpus"] if gpu["uuid"] == done["uuid"]]
+        pods = sorted({pod["pod"] for gpu in gpus for pod in gpu["holders"]})
+        age = now["holdersAgeSeconds"]
+        return {**done, "waitingFor": pods if now["holdersKnown"] else None, "holdersAgeSeconds": age}
 
-    return show(options, still, _cordoned, lambda found: not found["waitingFor"])
+    def ended(found: Document) -> bool:
+        return found["waitingFor"] == [] and found["holdersAgeSeconds"] is None
+
+    return show(options, still, _cordoned, ended)
 
 
 def _cordoned(done: Document) -> str:
     text = f"GPU {done['index']} ({done['uuid']}) is cordoned: it is offered no more"
-    pods = ", ".join(done["waitingFor"])
-    return f"{text}; pods on it go on until they end: {pods}" if pods else text
+    if done["waitingFor"] is None:
+        return f"{text}; which pods are on it is not known: the kubelet has not said so yet"
+    if pods := ", ".join(done["waitingFor"]):
+        text += f"; pods on it go on until they end: {pods}"
+    if (age := done["holdersAgeSeconds"]) is not None:
+        text += f"; the kubelet does not say now which pods are on it, this is {age:g} s old"
+    return text
 
 
 def _uncordon(path: Path, options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """The commands that the running agent takes from people: `status`, `clear-health`, `release`, `cordon`."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from time import monotonic
 
 import anyio
 import structlog
@@ -103,10 +104,16 @@ class Commands:
             raise CommandRefused(f"say why in {LONGEST_REASON} characters at most")
         log.warning("cordon_asked_for", gpu=state.uuid, index=state.gpu.index, reason=reason or None)
         await self._written(book.add(state.uuid, reason))
-        listed = await self._holders()
-        holders = listed.by_gpu.get(state.uuid, []) if listed else []
-        pods = sorted({holder.pod for holder in holders})
-        return {"uuid": state.uuid, "index": state.gpu.index, "waitingFor": pods}
+        listed, age = await self._holders(), None
+        if listed is None and (listed := self._sources.last.known()[0]) is not None:
+            age = round(monotonic() - listed.began, 1)
+        pods = sorted({each.pod for each in listed.by_gpu.get(state.uuid, [])}) if listed else None
+        return {
+            "uuid": state.uuid,
+            "index": state.gpu.index,
+            "waitingFor": pods,  # null: nobody has ever said who holds it
+            "holdersAgeSeconds": age,
+        }
 
     async def _uncordon(self, request: Mapping[str, object]) -> Document:
         book, state = self._sources.cordons, self._named(str(request.get("gpu", "")))

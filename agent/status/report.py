@@ -79,6 +79,7 @@ def report(sources: StatusSources) -> Document:
         "mode": {"desired": switch.desired, "phase": switch.phase.value, "message": switch.message},
         "injection": {"way": "cdi" if choice.cdi else "envvar", "reason": choice.reason},
         "releasedForSeconds": _released_for(snapshot),
+        "holdersKnown": pods is not None,
         # How old the record of holders is, where it cannot be read now; null: it is of now, or there is none.
         "holdersAgeSeconds": None if age is None else round(age, 1),
         "problems": _problems(sources, blockers),

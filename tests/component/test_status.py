@@ -123,6 +123,7 @@ async def test_a_cordon_shows_while_the_kubelet_is_away() -> None:
             while (done := await command(rig, "cordon", "3", "--reason", "fan"))[0]:
                 await anyio.sleep(0.2)
         assert "is cordoned" in done[1]
+        assert "which pods are on it is not known" in done[1]
         _, text = await command(rig, "status", "-o", "json")
         gpus = json.loads(text)["gpus"]
         assert gpus[3]["cordon"]["reason"] == "fan"
