@@ -144,9 +144,10 @@ class Reflector(Generic[Item]):
             "timeoutSeconds": str(seconds),
         }
         fresh: dict[str, Item] | None = None
-        if not self._version:
+        resumed = bool(self._version)
+        if not resumed:
             self.asked = anyio.current_time()
-        if self._version:
+        if resumed:
             query["resourceVersion"] = self._version
         elif self._streaming_list:
             fresh = {}
@@ -156,7 +157,7 @@ class Reflector(Generic[Item]):
             query["resourceVersion"] = self._version
         async with self._api.stream(self._path, query, 2 * SILENCE_SECONDS) as lines:
             if fresh is None:
-                self._well()
+                self._well(heard=not resumed)  # events of the time between come later
             while True:
                 with anyio.move_on_after(SILENCE_SECONDS) as silence:
                     line = await anext(lines, None)
@@ -244,12 +245,13 @@ class Reflector(Generic[Item]):
         if self.on_change:
             self.on_change()
 
-    def _well(self) -> None:
+    def _well(self, *, heard: bool = True) -> None:
         if self.problem is not None:
             log.info("watch_established", of=self.name)
         self.problem = self._logged_kind = None
         self.synced = True
-        self.heard = anyio.current_time()
+        if heard:
+            self.heard = anyio.current_time()
 
 
 def is_newer(version: str, than: str) -> bool:
@@ -330,8 +332,8 @@ class DeltaReflector(Reflector[Kept[T]], Generic[T]):
     def _publish(self, items: dict[str, Kept[T]]) -> None:
         self._listener.replaced({uid: kept.value for uid, kept in items.items()})
 
-    def _well(self) -> None:
-        super()._well()
+    def _well(self, *, heard: bool = True) -> None:
+        super()._well(heard=heard)
         if self.on_change:
             self.on_change()
 

@@ -158,8 +158,9 @@ class Evidence:
     # UIDs that may have been in the checkpoint before the kubelet of now wrote it; None: not known.
     inherited: frozenset[str] | None = None
     restarted: bool = False  # the kubelet of now has started since the first reading
-    # UIDs that a kubelet has lost before it or the watch had shown whether they are over, and since when.
-    lost: Mapping[str, float] = field(default_factory=dict)
+    # UIDs that a kubelet has lost before it or the watch had shown whether they are over; their names, and
+    # since when.
+    lost: Mapping[str, tuple[PodKey | None, float]] = field(default_factory=dict)
     listed: Record = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
     joined: Record = NOTHING
 
@@ -265,7 +266,8 @@ def join(
     listed = replace(listed, holdings=kept)
     order = sorted([*listed.holdings, *hidden], key=attrgetter("namespace", "pod", "container", "resource"))
     finished = frozenset(uid for uid, each in view.pods.items() if each.finished)
-    lost = _lost(before, pods, view, before_heard, listed.began)
+    by_name = keys if view.away else unshown  # whose limits stay by that alone
+    lost = _lost(before, by_pod, view, by_name, before_heard, listed.began)
     joined = Record(
         tuple(order),
         tuple(sorted(listed.containers)),
@@ -320,36 +322,46 @@ def _by_pod(
 
     A kubelet that has just started may forget, and no longer write down, a pod of which it has not heard
     yet: one that lives by the API server's word, or may live while that is away, goes on as it was until this
-    kubelet has listed it. What no list shows, as with init containers, goes on until the pod's end. While the
-    API server is away, that is also when the kubelet has written its devices down for another.
+    kubelet has listed it. What no list shows, as with init containers, goes on until the pod's end.
     """
     found: dict[str, dict[Place, frozenset[str]]] = {}
     for (uid, container, resource), ids in entries.items():
         if any(text.startswith(PREFIXES) for text in ids):
             found.setdefault(uid, {})[container, resource] = ids
-    written = (ids for held in found.values() for ids in held.values())
-    taken = frozenset[str]().union(*written) if view.away else frozenset[str]()
     for uid, pod in before.pods.items():
         known = view.pods.get(uid)
         if uid in found or uid in view.over or (known.finished if known else not view.away):
             continue
         unheard = (known or pod).key not in keys and uid not in heard_of
         kept = {place: each.id_set for place, each in pod.holdings.items() if unheard or not each.listed}
-        if kept and all(taken.isdisjoint(ids) for ids in kept.values()):
+        if kept:
             found[uid] = kept
     return found
 
 
 def _lost(
-    before: Evidence, living: Collection[str], view: View, heard_of: Collection[str], began: float
-) -> Mapping[str, float]:
-    """Pods that hold nothing any more, of which neither the watch nor the kubelet of now has ever spoken."""
+    before: Evidence,
+    by_pod: ByPod,
+    view: View,
+    listed: Collection[PodKey],
+    heard_of: Collection[str],
+    now: float,
+) -> Mapping[str, tuple[PodKey | None, float]]:
+    """Pods in no checkpoint any more, of which neither the watch nor the kubelet of now has ever spoken.
+
+    One that is `listed` goes on by its name, and is over when it is listed no more.
+    """
     if not (view.complete or view.away):
         return {}  # nobody will ever say more
-    lost = {uid for uid, pod in before.pods.items() if not pod.watched and uid not in heard_of}
-    since = {**dict.fromkeys(lost, began), **before.lost}
-    known = {*living, *view.pods, *view.over}
-    return {uid: at for uid, at in since.items() if uid not in known and view.heard <= at + LAG_SECONDS}
+    lost = {
+        uid: (pod.key, now) for uid, pod in before.pods.items() if not pod.watched and uid not in heard_of
+    }
+    known = {*by_pod, *view.pods, *view.over}
+    return {
+        uid: (key, since)
+        for uid, (key, since) in {**lost, **before.lost}.items()
+        if uid not in known and key not in listed and view.heard <= since + LAG_SECONDS
+    }
 
 
 def _matches(

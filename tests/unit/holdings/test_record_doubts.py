@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from agent.holdings.record import LAG_SECONDS, Evidence, View, join
-from agent.model.holding import Record
+from agent.model.holding import Holding, Record
 from tests.pods import a_pod
 from tests.unit.holdings.record_node import Node
 
@@ -158,17 +158,30 @@ async def test_who_a_kubelet_lost_may_live_until_the_watch_has_spoken(node: Node
     assert await unfinished() == {"v"}
 
 
-def test_what_a_kubelet_has_written_down_for_another_is_held_once() -> None:
-    """It has just started, and while the API server is away who held that before goes on without it alone."""
-    resource, gpu, other = "nvidia.com/gpu", frozenset({"GPU-A"}), frozenset({"GPU-B"})
-    away = View(away=True)
-    entries = {("u", "prepare", resource): gpu, ("v", "prepare", resource): other}
-    record = join(Evidence(), Record(), entries, away, same_kubelet=True, fresh=True, read=True)
-    entries = {("w", "prepare", resource): gpu}
-    for same in (False, True):
-        record = join(record, Record(), entries, away, same_kubelet=same, fresh=True, read=True)
-        held = {(each.pod, each.ids) for each in record.joined.holdings}
-        assert held == {("pod with UID w", ("GPU-A",)), ("pod with UID v", ("GPU-B",))}
+async def test_who_ended_while_no_agent_ran_is_not_kept_once_the_watch_lists(node: Node) -> None:
+    """Units that such a pod had grown by were withheld for a minute and more."""
+    node.complete = False
+    node.know("v", "train-1")
+    node.kubelet.pods = {"train-1": {"main": B}}
+    node.kubelet.records(("gone", "main", A), ("v", "main", B))
+    await node.held()
+    node.complete, node.heard = True, time.monotonic()
+    assert await node.held() == {("train-1", "main", B)}
+    assert node.watch.cell.value
+    assert node.watch.cell.value.unfinished == {"v"}
+
+
+def test_a_kubelet_that_lists_a_lost_pod_by_name_and_does_so_no_more_has_spoken() -> None:
+    resource, away = "nvidia.com/gpu", View(away=True)
+    train, other = ("ns", "train", "main"), {("x", "m", resource): frozenset({B})}
+    listed = Record((Holding(*train, resource, (A,)),), (train,), began=1.0)
+    entries = {("u", "main", resource): frozenset({A})}
+    record = join(Evidence(), listed, entries, away, same_kubelet=True, fresh=True, read=True)
+    record = join(record, Record(began=2.0), other, away, same_kubelet=False, fresh=True, read=True)
+    named = Record((), (train,), began=3.0)
+    record = join(record, named, other, away, same_kubelet=True, fresh=True, read=True)
+    record = join(record, Record(began=4.0), other, away, same_kubelet=True, fresh=True, read=True)
+    assert "u" not in record.joined.unfinished
 
 
 @pytest.mark.parametrize("listed", [False, True])
