@@ -144,10 +144,9 @@ class Reflector(Generic[Item]):
             "timeoutSeconds": str(seconds),
         }
         fresh: dict[str, Item] | None = None
-        resumed = bool(self._version)
-        if not resumed:
+        if not self._version:
             self.asked = anyio.current_time()
-        if resumed:
+        if self._version:
             query["resourceVersion"] = self._version
         elif self._streaming_list:
             fresh = {}
@@ -157,7 +156,7 @@ class Reflector(Generic[Item]):
             query["resourceVersion"] = self._version
         async with self._api.stream(self._path, query, 2 * SILENCE_SECONDS) as lines:
             if fresh is None:
-                self._well(heard=not resumed)  # events of the time between come later
+                self._well()
             while True:
                 with anyio.move_on_after(SILENCE_SECONDS) as silence:
                     line = await anext(lines, None)
@@ -245,13 +244,12 @@ class Reflector(Generic[Item]):
         if self.on_change:
             self.on_change()
 
-    def _well(self, *, heard: bool = True) -> None:
+    def _well(self) -> None:
         if self.problem is not None:
             log.info("watch_established", of=self.name)
         self.problem = self._logged_kind = None
         self.synced = True
-        if heard:
-            self.heard = anyio.current_time()
+        self.heard = anyio.current_time()
 
 
 def is_newer(version: str, than: str) -> bool:
@@ -332,8 +330,8 @@ class DeltaReflector(Reflector[Kept[T]], Generic[T]):
     def _publish(self, items: dict[str, Kept[T]]) -> None:
         self._listener.replaced({uid: kept.value for uid, kept in items.items()})
 
-    def _well(self, *, heard: bool = True) -> None:
-        super()._well(heard=heard)
+    def _well(self) -> None:
+        super()._well()
         if self.on_change:
             self.on_change()
 

@@ -276,39 +276,3 @@ async def test_cancellation_leaves_no_connection() -> None:
     for script in (watch(*INITIAL), silence, status(500)):
         async with following(script) as (fake, _):
             await eventually(lambda: bool(fake.asked))
-
-
-async def test_a_watch_that_says_nothing_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it is opened: what is missing in the copy may have come since it spoke."""
-    monkeypatch.setattr(reflector_module, "SILENCE_SECONDS", 0.3)
-    monkeypatch.setattr(reflector_module, "STEADY_SECONDS", 0.1)
-
-    async def mute(request: Any) -> Any:
-        await opened(request)
-        await anyio.sleep_forever()
-
-    async with following(watch(*INITIAL), *[mute] * 6) as (fake, reflector):
-        await eventually(lambda: reflector.synced)
-        said = reflector.heard
-        await eventually(lambda: len(fake.asked) >= 4)
-        assert reflector.problem is None
-        assert reflector.heard == said
-
-
-async def test_a_resumed_watch_is_heard_once_it_says_what_it_missed() -> None:
-    async def late(request: Any) -> Any:
-        response = await opened(request)
-        await go.wait()
-        await send(response, event("ADDED", pod("new", "12")), bookmark("12"))
-        await anyio.sleep_forever()
-
-    go = anyio.Event()
-    async with following(watch(*INITIAL, then="end"), late) as (fake, reflector):
-        await eventually(lambda: reflector.synced)
-        said = reflector.heard
-        await eventually(lambda: len(fake.asked) >= 2)
-        await anyio.sleep(0.1)
-        assert reflector.heard == said
-        go.set()
-        await eventually(lambda: "new" in names(reflector))
-        await eventually(lambda: (reflector.heard or 0.0) > (said or 0.0))
