@@ -245,12 +245,11 @@ def join(
         found = matches.get(uid, {})
         holdings = {
             place: found.get(place)
-            or _unlisted(earlier, key, uid, place, ids, known=(uid, *place) in written, listed=key in keys)
+            or _unlisted(earlier, key, uid, place, ids, known=(uid, *place) in written)
             for place, ids in held.items()
         }
         pod = PodEvidence(key, known is not None or earlier.watched or uid in before.shown, holdings)
-        listed_so = key in keys and any((uid, *place) in entries for place in held)
-        if listed_so or uid in before_heard or (inherited is not None and uid not in inherited):
+        if key in keys or uid in before_heard or (inherited is not None and uid not in inherited):
             heard_of.add(uid)
         if lives(uid, pod):
             pods[uid] = pod
@@ -333,7 +332,7 @@ def _by_pod(
         known = view.pods.get(uid)
         if uid in found or uid in view.over or (known.finished if known else not view.away):
             continue
-        unheard = uid not in heard_of and (known is not None or pod.key not in keys)
+        unheard = (known or pod).key not in keys and uid not in heard_of
         kept = {place: each.id_set for place, each in pod.holdings.items() if unheard or not each.listed}
         if kept:
             found[uid] = kept
@@ -410,25 +409,17 @@ def _forgotten(evidence: Evidence) -> set[tuple[str, str, str]]:
 
 
 def _unlisted(
-    pod: PodEvidence,
-    key: PodKey | None,
-    uid: str,
-    place: Place,
-    ids: frozenset[str],
-    *,
-    known: bool,
-    listed: bool,
+    pod: PodEvidence, key: PodKey | None, uid: str, place: Place, ids: frozenset[str], *, known: bool
 ) -> Holding:
     """A holding that the kubelet does not list; the same object as before where nothing changed.
 
-    `known`: its checkpoint has it. `listed`: it lists the pod, without that.
+    `known`: its checkpoint has it.
     """
     source = Source.CHECKPOINT if known else Source.FORGOTTEN
     earlier, names = pod.holdings.get(place), key or ("", f"pod with UID {uid}")
     same = earlier and (earlier.namespace, earlier.pod) == names and earlier.id_set == ids
-    # One that the kubelet listed before goes on as it was: it will list it again, with the pod.
-    stays = earlier is not None and earlier.listed and (known or not listed)
-    if earlier and same and (stays or earlier.source is source):
+    # One that the kubelet listed before goes on as it was: it will list it again.
+    if earlier and same and (earlier.listed or earlier.source is source):
         return earlier
     return Holding(*names, *place, tuple(sorted(ids)), source=source)
 

@@ -6,7 +6,7 @@ import pytest
 
 from agent.holdings import holdings
 from agent.holdings.record import LAG_SECONDS, Evidence, View, join
-from agent.model.holding import Holding, PairHoldings, PairMember, Record, Source
+from agent.model.holding import Holding, PairHoldings, PairMember, Record
 from agent.model.pod import VGPU, Container, Stage
 from agent.pairing.resolver import askers
 from tests.pods import a_pod
@@ -18,25 +18,6 @@ ENTRIES = {
     ("u", "prepare", RESOURCE): frozenset({INIT}),
     ("u", "main", RESOURCE): frozenset({MAIN}),
 }
-
-
-def test_who_lives_keeps_what_a_kubelet_lost_though_it_lists_the_pod() -> None:
-    """It lost its checkpoint: the container runs on, on a GPU that this kubelet offers to anybody."""
-    view = View({"u": a_pod("ns", "p", (), "u", phase="Running")}, complete=True)
-    names, entries = LISTED.containers, {("u", "main", RESOURCE): frozenset({MAIN})}
-    record = join(Evidence(), LISTED, entries, view, same_kubelet=True, fresh=True, read=True)
-    bare, other = Record((), names), {("x", "m", RESOURCE): frozenset({INIT})}
-    for same, listed in ((False, Record()), (True, bare), (True, bare), (True, Record()), (True, bare)):
-        record = join(record, listed, other, view, same_kubelet=same, fresh=True, read=True)
-        held = {each.ids: each.source for each in record.joined.holdings if each.pod == "p"}
-        assert held.keys() == {(MAIN,)}
-    assert held == {(MAIN,): Source.FORGOTTEN}  # it may ask for it again
-    again = {("u", "main", RESOURCE): frozenset({"GPU-2"})}
-    record = join(record, bare, {**other, **again}, view, same_kubelet=True, fresh=True, read=True)
-    assert {each.ids for each in record.joined.holdings if each.pod == "p"} == {("GPU-2",)}
-    view = View({}, complete=True)
-    record = join(record, Record(), other, view, same_kubelet=True, fresh=True, read=True)
-    assert not [each for each in record.joined.holdings if each.pod == "p"]
 
 
 def test_what_no_list_shows_outlasts_a_kubelet_that_forgot_it_and_lists_the_pod_again() -> None:
