@@ -77,6 +77,7 @@ class Excuses:
         self._last: dict[str, float] = {}
         self._life: AgentRun | None = None
         self._modes: dict[str, object] = {}
+        self._unwell: set[str] = set()  # GPUs that were hurt when it looked last
         self._begun: dict[str, float] = {}  # causes that last, and since when at the earliest
         self._since = anyio.current_time()  # when was looked last
         # Of GPUs, of pods that were admitted or refused, and of the refused alone.
@@ -201,8 +202,11 @@ class Excuses:
 
     def _gpus(self, agent: Agent) -> Iterator[str]:
         for each in agent.core.inventory.snapshot.value.gpus:
-            if not each.healthy and self._hurt(each):
+            hurt, was = not each.healthy and self._hurt(each), each.uuid in self._unwell
+            if hurt or was:  # it has been well since some moment between two looks
                 yield f"gpu {each.uuid}"
+            if hurt is not was:
+                self._unwell ^= {each.uuid}
         state, asked = agent.switcher.state.value, agent.switcher._desired.value
         # One that the agent did not know changes its mode when it is found, whatever it was in before.
         self._modes = {one.uuid: self._modes[one.uuid] for one in state.gpus if one.uuid in self._modes}
