@@ -14,7 +14,7 @@ from tests.storm.holders import OURS
 from tests.storm.world import World
 
 
-def observe(found: Callable[[str], None]) -> Callable[[], None]:
+def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
     """Call `found` with each share that was granted as another container's; the answer ends it."""
     allocate, grant = DeviceManager.allocate, Pairing.allocate
     asking: list[tuple[str, str]] = []  # pod UID and container of those that the kubelet serves now
@@ -42,9 +42,10 @@ def observe(found: Callable[[str], None]) -> Callable[[], None]:
         answer = await grant(self, member, ids)
         life = seams.LIFE.get()
         known = {*before, *asking}
-        # A copy that waits is believed while the API server says nothing: a successor of its name is then not
-        # to be known from it. Limits stay by the name, and the container is the right one.
-        believed = answer.pod.status.phase == "Pending" and not self._resolver._source.current()
+        # A copy that waits is believed while the API server says nothing, known or not: a successor of its
+        # name is then not to be known from it. Limits stay by the name, and the container is the right one.
+        mute = "pods" in world.http.silent or not self._resolver._source.current()
+        believed = answer.pod.status.phase == "Pending" and mute
         named_so = {(names[uid], container) for uid, container in known}
         if believed and ("/".join(answer.pod.key), answer.container) in named_so:
             return answer

@@ -67,7 +67,7 @@ async def storm(outcome: Outcome, plan: Plan) -> None:
             await anyio.sleep(plan.pause)
             invariants = Invariants(made)
             # The outer one first: it ends last.
-            ends = [attribution.observe(invariants.found.append), parts.observe(made)]
+            ends = [attribution.observe(made, invariants.found.append), parts.observe(made)]
             end = observe(made, invariants.excuses, invariants.found.append)
             try:
                 for number, act in plan.acts():
