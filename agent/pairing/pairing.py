@@ -143,7 +143,7 @@ class Pairing:
 
         A later container gets the units of a plain init container, and what it needs more of the same GPU.
         """
-        return self._continuing.gpus if self._clock() < self._continuing.until else frozenset()
+        return self._continuing.gpus if self._late_by() < self._continuing.until else frozenset()
 
     def set_pools(self, pools: Collection[UnitPool]) -> None:
         """Take in the units that may be given out; called at each change of inventory and modes."""

@@ -284,6 +284,23 @@ async def test_a_promise_outlasts_the_reading_for_its_second_half() -> None:
     assert [name for _, name, _ in recorder.choices] == ["main", "second"]
 
 
+async def test_the_next_container_of_a_pod_is_waited_for_while_it_asks() -> None:
+    """Storm 70005: its units left the list meanwhile, and a kubelet whose Allocate comes then panics."""
+    kubelet, kept = KubeletModel(gpus=1, blocks=40), list[frozenset[str]]()
+    look = kubelet.look
+
+    async def slow(deadline: float = 1.0) -> Record:
+        kubelet.now += 12.0
+        kept.append(kubelet.pairing.continuing())
+        return await look(deadline)
+
+    kubelet.look = slow  # type: ignore[method-assign]
+    await kubelet.admit(pod("a", share("main", 10, 25), share("second", 5, 5)))
+    (gpu,) = kubelet.pairing.ledger.pools
+    assert kept == [frozenset(), frozenset(), frozenset({gpu}), frozenset()]
+    assert not kubelet.pairing.continuing()
+
+
 async def test_a_member_without_preference_is_kept_though_the_kubelet_answered_late() -> None:
     kubelet = KubeletModel(gpus=1, blocks=40)
     slow_to_list(kubelet)
