@@ -211,8 +211,8 @@ def join(
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
     unnamed = keys - alive - set(named.values())
-    unshown = keys - view.names
-    unseen = unnamed & unshown
+    absent = keys - view.names
+    unseen = unnamed & absent
 
     def handed_on(pod: PodEvidence) -> bool:
         """Whether the kubelet lists any of its units for another one."""
@@ -266,8 +266,9 @@ def join(
     listed = replace(listed, holdings=kept)
     order = sorted([*listed.holdings, *hidden], key=attrgetter("namespace", "pod", "container", "resource"))
     finished = frozenset(uid for uid, each in view.pods.items() if each.finished)
-    by_name = keys if view.away else unshown  # whose limits stay by that alone
-    lost = _lost(before, by_pod, view, by_name, before_heard, listed.began)
+    # While the API server is away it may have others, and where there is none it never shows any.
+    unshown = keys if view.away else absent if view.complete else frozenset[PodKey]()
+    lost = _lost(before, by_pod, view, unshown, before_heard, listed.began)
     joined = Record(
         tuple(order),
         tuple(sorted(listed.containers)),
@@ -279,7 +280,7 @@ def join(
         leftover=_leftover(() if fresh else before.joined.leftover, by_pod, pods),
         began=listed.began,
         uids=_uids(pods),
-        unshown=unshown if view.complete else frozenset(),
+        unshown=unshown,
         away=view.away,
     )
     nameless = _nameless(before, by_pod.keys() - view.pods.keys() - named.keys(), listed.began, fresh=fresh)

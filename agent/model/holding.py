@@ -164,7 +164,8 @@ class Record:
     # UIDs of pods that hold devices by the kubelet's checkpoint, by namespace and name.
     uids: Mapping[tuple[str, str], str] = field(default_factory=dict)
     away: bool = False  # the API server is asked, and does not say now which pods there are
-    unshown: frozenset[tuple[str, str]] = frozenset()  # pods that the kubelet lists and it has not shown
+    # Pods that the kubelet lists and it does not show now; none where it is not asked.
+    unshown: frozenset[tuple[str, str]] = frozenset()
     parents: Mapping[str, str] = field(default_factory=dict)  # instance -> its GPU, both by UUID
     # Pods of which the kubelet may be admitting one. It takes up one after the other: all that were listed
     # before others are admitted by now, or rejected.

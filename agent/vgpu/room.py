@@ -237,11 +237,10 @@ class Isolation:
         }
         self._inherited -= held
         # A kubelet that lost its checkpoint lists what it runs, and not what that holds.
-        running = record.pods if record.away else record.unshown
         lives = {
             key
             for key, limits in known.items()
-            if limits.about.uid in record.unfinished or names[key] in running
+            if limits.about.uid in record.unfinished or names[key] in record.unshown
         }
         if record.away:
             lives |= self._inherited
