@@ -201,12 +201,11 @@ class Excuses:
             yield from self._daemons()
 
     def _gpus(self, agent: Agent) -> Iterator[str]:
-        for each in agent.core.inventory.snapshot.value.gpus:
-            hurt, was = not each.healthy and self._hurt(each), each.uuid in self._unwell
-            if hurt or was:  # it has been well since some moment between two looks
-                yield f"gpu {each.uuid}"
-            if hurt is not was:
-                self._unwell ^= {each.uuid}
+        gpus = agent.core.inventory.snapshot.value.gpus
+        hurt = {each.uuid for each in gpus if not each.healthy and self._hurt(each)}
+        # One that is well by now has been so since some moment between two looks.
+        yield from (f"gpu {uuid}" for uuid in hurt | self._unwell)
+        self._unwell = hurt
         state, asked = agent.switcher.state.value, agent.switcher._desired.value
         # One that the agent did not know changes its mode when it is found, whatever it was in before.
         self._modes = {one.uuid: self._modes[one.uuid] for one in state.gpus if one.uuid in self._modes}
