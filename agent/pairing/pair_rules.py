@@ -298,5 +298,8 @@ class PairRules:
         pools = state.ledger.pools.values()
         offered = (pool.id_set(call.member) for pool in pools if pool.offerable)
         telling = withheld.intersection(chain.from_iterable(offered))
-        kept = (each for each in call.leftover if not each.isdisjoint(telling))
+        # It frees a pod as a whole: of whom it offers anything, another pod has the units that it withholds.
+        kept = (
+            each for each in call.leftover if each.isdisjoint(call.available) and not each.isdisjoint(telling)
+        )
         return (taken | withheld).union(*kept) - own, mute

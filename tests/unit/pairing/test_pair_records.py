@@ -89,6 +89,23 @@ async def test_a_kubelet_that_keeps_one_half_of_a_pod_that_is_over_keeps_the_oth
     assert index(kubelet, ("default", "last")) == [0]
 
 
+async def test_of_whom_a_kubelet_offers_anything_it_keeps_nothing() -> None:
+    """Another pod had some of it, and ended within the call."""
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    earlier, just_now = pod("earlier", share("main", 100, 0)), pod("just-now", share("main", 5, 1))
+    await kubelet.admit(earlier)
+    await kubelet.refresh()
+    written, usual = kubelet.checkpoint(), kubelet.checkpoint
+    kubelet.checkpoint = lambda: {**written, **usual()}  # type: ignore[method-assign]
+    kubelet.end(earlier.key)
+    await kubelet.admit(just_now)
+    await kubelet.refresh()
+    del kubelet.api[just_now.key]
+    kubelet.heard = set()
+    await kubelet.admit(pod("next", share("main", 5, 6)))
+    assert index(kubelet, ("default", "next")) == [0]
+
+
 async def test_a_kubelet_that_keeps_the_units_of_one_pod_that_is_over_has_freed_those_of_another() -> None:
     """It counted one as running that ended within the call, and its checkpoint still names both."""
     kubelet = KubeletModel(gpus=2, blocks=40)
