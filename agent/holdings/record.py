@@ -245,7 +245,7 @@ def join(
         found = matches.get(uid, {})
         holdings = {
             place: found.get(place)
-            or _unlisted(earlier, key, uid, place, ids, known=(uid, *place) in written)
+            or _unlisted(earlier, key, uid, place, ids, known=(uid, *place) in written, bare=key in keys)
             for place, ids in held.items()
         }
         pod = PodEvidence(key, known is not None or earlier.watched or uid in before.shown, holdings)
@@ -323,20 +323,26 @@ def _by_pod(
 
     A kubelet that has just started may forget, and no longer write down, a pod of which it has not heard
     yet: one that lives by the API server's word, or may live while that is away, goes on as it was until this
-    kubelet has listed it. What no list shows, as with init containers, goes on until the pod's end.
+    kubelet has listed it. What no list shows, as with init containers, goes on until the pod's end; so does
+    what a kubelet without its checkpoint has lost of containers that run, until it writes that down again.
     """
     found: dict[str, dict[Place, frozenset[str]]] = {}
     for (uid, container, resource), ids in entries.items():
         if any(text.startswith(PREFIXES) for text in ids):
             found.setdefault(uid, {})[container, resource] = ids
     for uid, pod in before.pods.items():
-        known = view.pods.get(uid)
-        if uid in found or uid in view.over or (known.finished if known else not view.away):
+        known, claimed = view.pods.get(uid), uid in view.pods or uid in view.contested
+        if uid in view.over or (known.finished if known else not (view.away or claimed)):
             continue
-        unheard = (known or pod).key not in keys and uid not in heard_of
-        kept = {place: each.id_set for place, each in pod.holdings.items() if unheard or not each.listed}
-        if kept:
-            found[uid] = kept
+        # A pod of that name which nobody shows may be the next one.
+        unheard = uid not in heard_of and (claimed or pod.key not in keys)
+        # A kubelet that has any of its places written down frees the others together with the pod.
+        alone, places = uid not in found, found.setdefault(uid, {})
+        for place, each in pod.holdings.items():
+            if unheard or each.source is Source.FORGOTTEN or (alone and not each.listed):
+                places.setdefault(place, each.id_set)
+        if not places:
+            del found[uid]
     return found
 
 
@@ -410,17 +416,25 @@ def _forgotten(evidence: Evidence) -> set[tuple[str, str, str]]:
 
 
 def _unlisted(
-    pod: PodEvidence, key: PodKey | None, uid: str, place: Place, ids: frozenset[str], *, known: bool
+    pod: PodEvidence,
+    key: PodKey | None,
+    uid: str,
+    place: Place,
+    ids: frozenset[str],
+    *,
+    known: bool,
+    bare: bool,
 ) -> Holding:
     """A holding that the kubelet does not list; the same object as before where nothing changed.
 
-    `known`: its checkpoint has it.
+    `known`: its checkpoint has it. `bare`: it lists the pod.
     """
     source = Source.CHECKPOINT if known else Source.FORGOTTEN
     earlier, names = pod.holdings.get(place), key or ("", f"pod with UID {uid}")
     same = earlier and (earlier.namespace, earlier.pod) == names and earlier.id_set == ids
-    # One that the kubelet listed before goes on as it was: it will list it again.
-    if earlier and same and (earlier.listed or earlier.source is source):
+    # One that the kubelet listed before goes on as it was: it will list it again, with its pod.
+    stays = earlier is not None and earlier.listed and (known or not bare)
+    if earlier and same and (stays or earlier.source is source):
         return earlier
     return Holding(*names, *place, tuple(sorted(ids)), source=source)
 

@@ -12,8 +12,9 @@ from agent.kit.tasks import Cell, follow
 from agent.kubelet import wire
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
 from agent.kubelet.wire import Allocation, PreferenceRequest, Reason, Refused
-from agent.model.holding import Holding, Record
+from agent.model.holding import Holder, Holding, Record, Source
 from agent.model.modes import Assignment, GpuMode
+from agent.model.pod import Stage
 
 log = structlog.get_logger()
 
@@ -79,7 +80,10 @@ class SingleResource(ABC):
         free = [text for text in dict.fromkeys(request.available) if text in offered and text not in taken]
         if taken and len(chosen) + len(free) < request.size:
             taken = await self._confirmed(taken)
-            free = [text for text in dict.fromkeys(request.available) if text in offered.difference(taken)]
+            left = offered.difference(taken)
+            if len(chosen) + len(left) < request.size:
+                left |= offered & self._lost_by_the_asking(request.size)
+            free = [text for text in dict.fromkeys(request.available) if text in left]
             if len(chosen) + len(free) < request.size:
                 raise self._held_already(taken)
         return self._chosen(free, chosen, request.size)
@@ -93,7 +97,9 @@ class SingleResource(ABC):
         taken, record = await self._taken(ids)
         refused = {text: held for text, held in taken.items() if not self._inherited(held, record)}
         if refused and (confirmed := await self._confirmed(refused)):
-            raise self._held_already(confirmed)
+            again = self._lost_by_the_asking(len(ids))
+            if others := {text: held for text, held in confirmed.items() if text not in again}:
+                raise self._held_already(others)
         # Once more: while the kubelet was asked a GPU may have changed its mode or fallen ill.
         for device_id in ids:
             self._sold(device_id)
@@ -142,7 +148,34 @@ class SingleResource(ABC):
         same = [one for one in record.holdings if one.resource == held.resource]
         served = {one.container for one in same if (one.namespace, one.pod) == pod}
         waits = any(names[:2] == pod and names[2] not in served for names in record.containers)
-        return waits and not held.listed
+        return waits and not held.listed and (held.source is Source.CHECKPOINT or self._is_init(held))
+
+    def _is_init(self, held: Holding) -> bool:
+        pods = self._record.view().pods.values()
+        found = next((pod for pod in pods if pod.key == held.pod_key and not pod.finished), None)
+        container = found and found.container(held.container)
+        return bool(container and container.stage is Stage.INIT)
+
+    def _lost_by_the_asking(self, size: int) -> frozenset[str]:
+        """IDs that a container may have again whose kubelet lost them with its checkpoint.
+
+        It asks again when it starts the container again. None where another container may be asking.
+        """
+        record, pods = self._known, {pod.key: pod for pod in self._record.view().pods.values()}
+        ours = [each for each in record.holdings if each.resource == self.resource]
+        lost = {each.holder: each.id_set for each in ours if each.source is Source.FORGOTTEN}
+        served = {each.holder for each in ours} - lost.keys()
+        may_ask: set[Holder] = set()
+        for key in record.pods:
+            if (pod := pods.get(key)) is None:
+                if key not in {each.pod_key for each in served}:
+                    return frozenset()
+            elif not pod.finished:
+                may_ask |= {Holder(*key, name) for name in pod.starting(self.resource, size)} - served
+        if not may_ask <= lost.keys():
+            return frozenset()
+        again = frozenset[str]().union(*(lost[each] for each in may_ask))
+        return again.difference(*(each.ids for each in ours if each.source is not Source.FORGOTTEN))
 
     def _held_already(self, taken: Mapping[str, Holding]) -> Refused:
         text, held = min(taken.items())

@@ -153,11 +153,20 @@ class PodSpec(msgspec.Struct, rename="camel", frozen=True):
     resource_claims: list[PodClaimReference] = msgspec.field(default_factory=list)
 
 
+class ContainerRunning(msgspec.Struct, frozen=True):
+    """Of a container that runs; nothing of it is read."""
+
+
+class ContainerState(msgspec.Struct, frozen=True):
+    running: ContainerRunning | None = None
+
+
 class ContainerStatus(msgspec.Struct, frozen=True):
     """A container that was created; `container_id` with its runtime's scheme, `containerd://...`."""
 
     name: str
     container_id: str = msgspec.field(default="", name="containerID")
+    state: ContainerState = ContainerState()
 
 
 class ExtendedResourceRequest(msgspec.Struct, rename="camel", frozen=True):
@@ -249,6 +258,17 @@ class Pod(msgspec.Struct, frozen=True, dict=True):
 
     def container(self, name: str) -> Container | None:
         return next((each for each in self.containers if each.name == name), None)
+
+    def starting(self, resource: str, size: int) -> list[str]:
+        """Containers that ask for so much of a resource and, as far as is known, do not run now."""
+        statuses = (*self.status.container_statuses, *self.status.init_container_statuses)
+        running = {each.name for each in statuses if each.state.running}
+        over = () if self.status.phase == "Pending" else (Stage.INIT,)
+        return [
+            each.name
+            for each in self.containers
+            if each.limits.get(resource) == size and each.name not in running and each.stage not in over
+        ]
 
     @property
     def pending(self) -> bool:

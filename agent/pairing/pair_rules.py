@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
-from agent.model.holding import Holder, Ledger, PairHoldings, PairMember, Reservation, UnitPool
+from agent.model.holding import Holder, Ledger, PairHoldings, PairMember, Reservation, Source, UnitPool
 from agent.model.modes import PAIRS, SEPARATOR, ResourcePair
 from agent.model.placement import (
     Choice,
@@ -135,11 +135,15 @@ class PairRules:
                 )
             had = self._own(state, asker.pod, holder)
             own = had | call.inherited
+            # What the pod's kubelet has lost it may have again, or go elsewhere.
+            before = ledger.held.by_pod.get(asker.pod.key, ())
+            lost = NOTHING.union(*(each.id_set for each in before if each.source is Source.FORGOTTEN))
+            sure = own - (lost - call.inherited)
             # Of units that the kubelet has chosen by itself nothing says that the pod had begun with them.
-            begun = had if call.available is None else own
+            begun = sure & had if call.available is None else sure
             taken, doubted = self._taken(state, holder, own, call)
             reserved = frozenset(existing.gpus) if existing else NOTHING
-            tied = {each.partition(SEPARATOR)[0] for each in own} | reserved
+            tied = {each.partition(SEPARATOR)[0] for each in sure} | reserved
             hint = hint_of(asker.pod, holder.container, self.node, group.containers if group else ())
             wanted = group.peak if group and not tied else demand
             policy = policy_of(asker.pod, self.policy)
@@ -154,9 +158,9 @@ class PairRules:
             choice = choose(taken)
             if doubted and not tied and (choice.hint_ignored or not hint):
                 with suppress(NoRoom):
-                    sure = choose(taken | doubted)
-                    if unsettled.isdisjoint(sure.gpus) or not unsettled.isdisjoint(choice.gpus):
-                        choice = sure
+                    safe = choose(taken | doubted)
+                    if unsettled.isdisjoint(safe.gpus) or not unsettled.isdisjoint(choice.gpus):
+                        choice = safe
         except Impossible as problem:
             raise PairRefused(str(problem), Cause.INVALID, asker.pod) from problem
         except NoRoom as problem:
@@ -264,18 +268,23 @@ class PairRules:
         return state.reserved(reservation), granted
 
     def _own(self, state: PairState, pod: Pod, holder: Holder) -> frozenset[str]:
-        """Units that a container has already, and those that plain init containers of its pod left for it."""
+        """Units that a container has already, and those that plain init containers of its pod left for it.
+
+        What its kubelet has lost is among them, and of other containers' it is neither left nor kept.
+        """
         group = init_group_of(self.pair, pod.containers)
         inherits = group is not None and holder.container in group.containers
         early = {each.name for each in pod.containers if each.stage is Stage.INIT}
-        entries = [(each.holder, each.id_set) for each in state.ledger.held.by_pod.get(pod.key, ())]
+        held = state.ledger.held.by_pod.get(pod.key, ())
+        mine = NOTHING.union(*(each.id_set for each in held if each.holder == holder))
+        entries = [(each.holder, each.id_set) for each in held if each.source is not Source.FORGOTTEN]
         entries += [
             (each.holder, each.ids(member) or NOTHING)
             for each in state.ledger.reservations
             if each.pod.uid == pod.uid
             for member in each.granted
         ]
-        mine = NOTHING.union(*(ids for one, ids in entries if one == holder))
+        mine = mine.union(*(ids for one, ids in entries if one == holder))
         left = NOTHING.union(*(ids for one, ids in entries if inherits and one.container in early))
         others = (ids for one, ids in entries if one != holder and one.container not in early)
         return mine | left.difference(*others)

@@ -5,7 +5,9 @@ import shutil
 import anyio
 
 from agent.app.agent import Agent
-from agent.model.modes import SEPARATOR
+from agent.model.modes import SEPARATOR, Mode
+from agent.mps.wing import MpsWing
+from agent.vgpu.wing import VgpuWing
 from tests.storm.excuses import Excuses
 from tests.storm.lives import AgentRun
 from tests.storm.world import World
@@ -70,6 +72,8 @@ class Lingerers:
             let_go = uid in self._recorded or (uid in self._watched and uid not in watched)
             if current.began < began and not let_go:
                 continue
+            if uuid in _begun(agent):
+                continue  # who has one member of a share there gets the other
             if uuid in listed and uid not in holders and self._excuses.sees(uuid):
                 found[pid] = f"{uuid} is offered, and process {pid} of pod {uid}, which has ended, is on it"
         self._since = {pid: self._since.get(pid, now) for pid in found}
@@ -88,3 +92,12 @@ class Lingerers:
         """Whether an agent that has begun since can know: it looks once, as soon as it knows all pods."""
         known, may_live = agent.core.holdings.known_pods(), agent.core.holdings.may_be_static
         return known is not None and uid not in known and not may_live(uid)
+
+
+def _begun(agent: Agent) -> frozenset[str]:
+    """GPUs of shares of which the kubelet was given one member."""
+    vgpu, mps = agent.wings.get(Mode.VGPU), agent.wings.get(Mode.MPS)
+    pairings = [vgpu._shares.pairing] if isinstance(vgpu, VgpuWing) else []
+    pairings += [mps._conditions.pairing] if isinstance(mps, MpsWing) else []
+    open_ones = (each for one in pairings for each in one.ledger.reservations if not each.complete)
+    return frozenset(gpu for each in open_ones if each.granted for gpu in each.gpus)

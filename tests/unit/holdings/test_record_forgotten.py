@@ -6,7 +6,7 @@ import pytest
 
 from agent.holdings import holdings
 from agent.holdings.record import LAG_SECONDS, Evidence, View, join
-from agent.model.holding import Holding, PairHoldings, PairMember, Record
+from agent.model.holding import Holding, PairHoldings, PairMember, Record, Source
 from agent.model.pod import VGPU, Container, Stage
 from agent.pairing.resolver import askers
 from tests.pods import a_pod
@@ -18,6 +18,41 @@ ENTRIES = {
     ("u", "prepare", RESOURCE): frozenset({INIT}),
     ("u", "main", RESOURCE): frozenset({MAIN}),
 }
+
+
+@pytest.mark.parametrize("contested", [False, True])
+def test_who_lives_keeps_what_a_kubelet_lost_though_it_lists_the_pod(contested: bool) -> None:
+    """It lost its checkpoint: the container runs on, on a GPU that this kubelet offers to anybody."""
+    view = View({"u": a_pod("ns", "p", (), "u", phase="Running")}, complete=True)
+    names, entries = LISTED.containers, {("u", "main", RESOURCE): frozenset({MAIN})}
+    record = join(Evidence(), LISTED, entries, view, same_kubelet=True, fresh=True, read=True)
+    view = View({}, complete=True, contested=frozenset("u")) if contested else view
+    bare, other = Record((), names), {("x", "m", RESOURCE): frozenset({INIT})}
+    for same, listed in ((False, Record()), (True, Record()), (True, bare), (True, bare)):
+        record = join(record, listed, other, view, same_kubelet=same, fresh=True, read=True)
+        held = {each.ids: each.source for each in record.joined.holdings if each.pod == "p"}
+        assert held.keys() == {(MAIN,)}
+    assert held == {(MAIN,): Source.FORGOTTEN}  # it may ask for it again
+    again = {("u", "main", RESOURCE): frozenset({"GPU-2"})}
+    record = join(record, bare, {**other, **again}, view, same_kubelet=True, fresh=True, read=True)
+    assert {each.ids for each in record.joined.holdings if each.pod == "p"} == {("GPU-2",)}
+    view = View({}, complete=True)
+    record = join(record, Record(), other, view, same_kubelet=True, fresh=True, read=True)
+    assert not [each for each in record.joined.holdings if each.pod == "p"]
+
+
+def test_one_container_that_has_units_again_takes_none_from_the_others() -> None:
+    view = View({"u": a_pod("ns", "p", (), "u", phase="Running")}, complete=True)
+    names = (("ns", "p", "main"), ("ns", "p", "second"))
+    held = {"main": MAIN, "second": "GPU-2"}
+    entries = {("u", container, RESOURCE): frozenset({gpu}) for container, gpu in held.items()}
+    listed = Record((), names)
+    record = join(Evidence(), listed, entries, view, same_kubelet=True, fresh=True, read=True)
+    record = join(record, Record(), {}, view, same_kubelet=False, fresh=True, read=False)
+    again = {("u", "main", RESOURCE): frozenset({"GPU-3"})}
+    for entries in ({}, again, again):
+        record = join(record, listed, entries, view, same_kubelet=True, fresh=True, read=bool(entries))
+    assert {each.ids[0] for each in record.joined.holdings} == {"GPU-3", "GPU-2"}
 
 
 def test_what_no_list_shows_outlasts_a_kubelet_that_forgot_it_and_lists_the_pod_again() -> None:

@@ -10,6 +10,7 @@ import pytest
 import structlog.testing
 
 from agent._proto import v1beta1
+from agent.holdings.record import View
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.tasks import Cell
@@ -18,6 +19,7 @@ from agent.kubelet.wire import PreferenceRequest, Reason, Refused
 from agent.model.gpu import Gpu
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
+from agent.model.pod import Pod
 from agent.settings import Injection, Settings
 from agent.whole.wing import RESOURCE, SHARED_RESOURCE, PgpuPlugin
 
@@ -45,6 +47,7 @@ class Parts:
         self.looks = 0
         self.began = 0.0  # when the last reading began
         self.over: set[str] = set()
+        self.pods: list[Pod] = []
         self.asked: list[list[str]] = []
         injector = Injector(Settings(injection=Injection(strategy="envvar")))
         self.plugin = PgpuPlugin(self.inventory, self.modes, cast("Any", self), injector, **options)
@@ -55,6 +58,9 @@ class Parts:
         if self.truth is None:
             raise PodResourcesUnavailable("no answer")
         return replace(self.truth, began=began)
+
+    def view(self) -> View:
+        return View({each.uid: each for each in self.pods}, complete=True)
 
     async def confirm(self, holdings: Sequence[Holding]) -> Record:
         """The API server is asked for these holders: `over` are."""

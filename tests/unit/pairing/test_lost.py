@@ -1,0 +1,90 @@
+"""A kubelet that has lost its checkpoint offers what containers run on; those ask again when they start."""
+
+from dataclasses import replace
+
+import pytest
+
+from agent.inventory.snapshot import Snapshot
+from agent.model.pod import Stage
+from agent.pairing.resolver import PairRefused
+from tests.unit.pairing.asking import index
+from tests.unit.pairing.kubelet_model import Key, KubeletModel, pod, share, undisturbed
+
+
+async def lose(kubelet: KubeletModel) -> None:
+    """Its next kubelet has no checkpoint, and lists its pods one reading later."""
+    await kubelet.refresh()
+    kubelet.heard = set()
+    for each in kubelet.taken_up.values():
+        each.held.clear()
+    await kubelet.refresh()
+    kubelet.heard |= set(kubelet.taken_up)
+    await kubelet.refresh()
+    await kubelet.refresh()
+
+
+async def start_again(kubelet: KubeletModel, key: Key) -> None:
+    """All containers of a pod ask."""
+    await kubelet._containers(kubelet.taken_up[key], undisturbed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_nobody_is_given_what_a_running_container_lost(seed: int) -> None:
+    kubelet = KubeletModel(gpus=2, seed=seed)
+    await kubelet.admit(pod("runs", share("main", 60, 20)))
+    await lose(kubelet)
+    await kubelet.admit(pod("other", share("main", 50, 10)))
+    assert index(kubelet, ("default", "other")) == [1]
+    with pytest.raises(PairRefused):
+        await kubelet.admit(pod("third", share("main", 60, 10)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_on_a_full_gpu_each_has_its_own_again(seed: int) -> None:
+    kubelet = KubeletModel(gpus=1, seed=seed)
+    one, other = pod("one", share("main", 60, 20)), pod("other", share("main", 40, 19))
+    await kubelet.admit(one)
+    await kubelet.admit(other)
+    await lose(kubelet)
+    await start_again(kubelet, one.key)
+    await start_again(kubelet, other.key)
+    assert index(kubelet, one.key) == index(kubelet, other.key) == [0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("early", [(60, 20), (30, 10), (100, 40)])
+async def test_what_init_containers_lost_is_kept_from_nobody_of_their_pod(
+    seed: int, early: tuple[int, int]
+) -> None:
+    kubelet = KubeletModel(gpus=1, seed=seed)
+    whole = pod("a", share("prepare", *early, Stage.INIT), share("main", 60, 20), share("second", 10, 10))
+    await kubelet.admit(whole)
+    await lose(kubelet)
+    await start_again(kubelet, whole.key)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whole_gpus_are_had_again(seed: int) -> None:
+    kubelet = KubeletModel(gpus=2, seed=seed)
+    large = pod("a", share("main", 200, 0))
+    await kubelet.admit(large)
+    await lose(kubelet)
+    await start_again(kubelet, large.key)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_who_lost_a_gpu_that_is_ill_goes_to_another(seed: int) -> None:
+    kubelet = KubeletModel(gpus=2, seed=seed)
+    shared = pod("a", share("main", 60, 20))
+    await kubelet.admit(shared)
+    await lose(kubelet)
+    states = list(kubelet.inventory.value.gpus)
+    states[0] = replace(states[0], blocked="Xid 79")
+    by_uuid = {state.uuid: state for state in states}
+    kubelet.inventory.publish(Snapshot(1, None, None, tuple(states), by_uuid=by_uuid))
+    kubelet.shares.restock()
+    await start_again(kubelet, shared.key)
+    assert index(kubelet, shared.key) == [1]
+    # What it lost is free, now that it has others.
+    await kubelet.refresh()
+    assert {each.gpus for each in kubelet._record.joined.holdings} == {frozenset({states[1].uuid})}
