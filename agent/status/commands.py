@@ -105,8 +105,11 @@ class Commands:
         log.warning("cordon_asked_for", gpu=state.uuid, index=state.gpu.index, reason=reason or None)
         await self._written(book.add(state.uuid, reason))
         listed, age = await self._holders(), None
-        if listed is None and (listed := self._sources.last.known()[0]) is not None:
-            age = round(monotonic() - listed.began, 1)
+        if listed is None:
+            # A kubelet that is slow has not answered yet, and no reading has failed.
+            listed, lost = self._sources.last.known()
+            since = monotonic() - self._sources.holdings.began if lost is None else lost
+            age = None if listed is None else round(since, 1)
         pods = sorted({each.pod for each in listed.by_gpu.get(state.uuid, [])}) if listed else None
         return {
             "uuid": state.uuid,

@@ -31,8 +31,9 @@ async def test_a_kubelet_that_says_nothing_keeps_nobody_from_an_answer(
 ) -> None:
     handlers: dict[str, Callable[[Mapping[str, object]], Awaitable[Any]]] = {}
     state = SimpleNamespace(uuid=GPU, gpu=SimpleNamespace(index=0))
-    holdings = SimpleNamespace(refresh=anyio.sleep_forever)
-    last = LastHolders(Cell(None))
+    holdings = SimpleNamespace(refresh=anyio.sleep_forever, began=monotonic() - 7.0)
+    cell: Cell[Record | None] = Cell(None)
+    last = LastHolders(cell)
     sources = cast("Any", SimpleNamespace(holdings=holdings, cordons=Cordons(), last=last))
     served = Commands(sources)
     monkeypatch.setattr(commands, "report", lambda _: {"agent": "runs"})
@@ -42,8 +43,10 @@ async def test_a_kubelet_that_says_nothing_keeps_nobody_from_an_answer(
         answer = await handlers[command]({"gpu": GPU})
     cordoned = {"uuid": GPU, "index": 0, "waitingFor": None, "holdersAgeSeconds": None}
     assert answer == {"status": {"agent": "runs"}, "cordon": cordoned}[command]
-    last._take(Record((Holding("ml", "a", "main", "nvidia.com/gpu", (GPU,)),), began=monotonic() - 7.0))
+    # Nobody has held anything else for longer than the newest reading is old.
+    held = (Holding("ml", "a", "main", "nvidia.com/gpu", (GPU,)),)
+    cell.publish(Record(held, began=monotonic() - 600.0))
     if command == "cordon":
         answer = await handlers[command]({"gpu": GPU})
         assert answer["waitingFor"] == ["ml/a"]
-        assert answer["holdersAgeSeconds"] >= 7
+        assert 7 <= answer["holdersAgeSeconds"] < 600
