@@ -16,7 +16,7 @@ import msgspec
 
 from agent.model.holding import Holding, Record, Source
 from agent.model.modes import PREFIXES
-from agent.model.pod import Pod
+from agent.model.pod import Pod, Stage
 
 # The kubelet's checkpoint of devices: the one record that shows what plain init containers hold.
 #
@@ -196,7 +196,7 @@ def join(
     view = _without_forged(view, before.names)
     keys = listed.pods.union([each.pod_key for each in listed.holdings])
     before_heard = before.heard_of if same_kubelet else frozenset()
-    by_pod = _by_pod(before, entries, view, keys, before_heard)
+    by_pod = _by_pod(before, entries, view, listed, keys, before_heard)
     # All that is not in the first reading of its checkpoint this kubelet has written itself, admitting it.
     inherited = before.inherited if same_kubelet else None
     inherited = frozenset(by_pod) if inherited is None and read else inherited
@@ -317,7 +317,12 @@ def _nameless(before: Evidence, uids: Collection[str], began: float, *, fresh: b
 
 
 def _by_pod(
-    before: Evidence, entries: Entries, view: View, keys: Collection[PodKey], heard_of: Collection[str]
+    before: Evidence,
+    entries: Entries,
+    view: View,
+    listed: Record,
+    keys: Collection[PodKey],
+    heard_of: Collection[str],
 ) -> dict[str, dict[Place, frozenset[str]]]:
     """Our devices by UID, as the checkpoint has them.
 
@@ -330,20 +335,32 @@ def _by_pod(
     for (uid, container, resource), ids in entries.items():
         if any(text.startswith(PREFIXES) for text in ids):
             found.setdefault(uid, {})[container, resource] = ids
+    # Somebody has deleted the file: this kubelet knows all of it still, and the next one nothing.
+    shown = set() if entries else {(*each.holder, each.resource, each.id_set) for each in listed.holdings}
     for uid, pod in before.pods.items():
         known, claimed = view.pods.get(uid), uid in view.pods or uid in view.contested
         if uid in view.over or (known.finished if known else not (view.away or claimed)):
             continue
         # A pod of that name which nobody shows may be the next one.
         unheard = uid not in heard_of and (claimed or pod.key not in keys)
-        # A kubelet that has any of its places written down frees the others together with the pod.
-        alone, places = uid not in found, found.setdefault(uid, {})
+        written = found.get(uid, {})
+        alone = not written and (known is not None or view.away)
+        over = _over(known, written, pod.holdings)
         for place, each in pod.holdings.items():
-            if unheard or each.source is Source.FORGOTTEN or (alone and not each.listed):
-                places.setdefault(place, each.id_set)
-        if not places:
-            del found[uid]
+            lost = each.source is Source.FORGOTTEN and place[0] not in over
+            # As of plain init containers, which no list shows.
+            hidden = alone and not each.listed
+            known_still = claimed and pod.key and (*pod.key, *place, each.id_set) in shown
+            if unheard or lost or hidden or known_still:
+                found.setdefault(uid, {}).setdefault(place, each.id_set)
     return found
+
+
+def _over(pod: Pod | None, written: Collection[Place], held: Collection[Place]) -> Collection[str]:
+    """Plain init containers of a pod whose later containers are all written down again."""
+    early = {each.name for each in pod.containers if each.stage is Stage.INIT} if pod else frozenset[str]()
+    late = any(container not in early for container, _ in written)
+    return early if late and all(place in written or place[0] in early for place in held) else ()
 
 
 def _lost(

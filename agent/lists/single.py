@@ -14,7 +14,6 @@ from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
 from agent.kubelet.wire import Allocation, PreferenceRequest, Reason, Refused
 from agent.model.holding import Holder, Holding, Record, Source
 from agent.model.modes import Assignment, GpuMode
-from agent.model.pod import Stage
 
 log = structlog.get_logger()
 
@@ -136,6 +135,8 @@ class SingleResource(ABC):
     def _holders(self, ids: Collection[str], record: Record) -> Mapping[str, Holding]:
         # Of a pod that nobody can name only the checkpoint speaks, which is older than the kubelet's offer.
         named = [held for held in record.holdings if held.namespace and held.resource == self.resource]
+        # The kubelet's own word counts where it has handed out again what it had lost.
+        named.sort(key=lambda held: held.source is not Source.FORGOTTEN)
         holders = {text: held for held in named for text in held.ids}
         return {text: holders[text] for text in ids if text in holders}
 
@@ -144,17 +145,14 @@ class SingleResource(ABC):
 
         All of them are served before the kubelet turns to another pod.
         """
-        pod = (held.namespace, held.pod)
-        same = [one for one in record.holdings if one.resource == held.resource]
-        served = {one.container for one in same if (one.namespace, one.pod) == pod}
-        waits = any(names[:2] == pod and names[2] not in served for names in record.containers)
-        return waits and not held.listed and (held.source is Source.CHECKPOINT or self._is_init(held))
-
-    def _is_init(self, held: Holding) -> bool:
-        pods = self._record.view().pods.values()
-        found = next((pod for pod in pods if pod.key == held.pod_key and not pod.finished), None)
-        container = found and found.container(held.container)
-        return bool(container and container.stage is Stage.INIT)
+        served = {
+            one.container
+            for one in record.holdings
+            if (one.resource, one.pod_key) == (held.resource, held.pod_key)
+            and one.source is not Source.FORGOTTEN
+        }
+        waits = any(names[:2] == held.pod_key and names[2] not in served for names in record.containers)
+        return waits and held.source is Source.CHECKPOINT
 
     def _lost_by_the_asking(self, size: int) -> frozenset[str]:
         """IDs that a container may have again whose kubelet lost them with its checkpoint.
@@ -164,18 +162,28 @@ class SingleResource(ABC):
         record, pods = self._known, {pod.key: pod for pod in self._record.view().pods.values()}
         ours = [each for each in record.holdings if each.resource == self.resource]
         lost = {each.holder: each.id_set for each in ours if each.source is Source.FORGOTTEN}
-        served = {each.holder for each in ours} - lost.keys()
-        may_ask: set[Holder] = set()
-        for key in record.pods:
-            if (pod := pods.get(key)) is None:
-                if key not in {each.pod_key for each in served}:
-                    return frozenset()
-            elif not pod.finished:
-                may_ask |= {Holder(*key, name) for name in pod.starting(self.resource, size)} - served
-        if not may_ask <= lost.keys():
+        sure = [each for each in ours if each.source is not Source.FORGOTTEN]
+        served, having = {each.holder for each in sure}, {each.pod_key for each in sure}
+        if any(key not in pods and key not in having for key in record.pods):
             return frozenset()
-        again = frozenset[str]().union(*(lost[each] for each in may_ask))
-        return again.difference(*(each.ids for each in ours if each.source is not Source.FORGOTTEN))
+        living = [pods[key] for key in record.pods if key in pods and not pods[key].finished]
+
+        def may_ask(*, over: bool) -> set[Holder]:
+            return {
+                Holder(*pod.key, name)
+                for pod in living
+                for name in pod.starting(self.resource, size, over=over)
+            } - served
+
+        asking = may_ask(over=False)
+        if not asking:
+            # A kubelet that has just started asks for init containers that are over, too.
+            asking = may_ask(over=True)
+            asking = asking if len({each.pod_key for each in asking}) == 1 else set()
+        if not asking <= lost.keys():
+            return frozenset()
+        again = frozenset[str]().union(*(lost[each] for each in asking))
+        return again.difference(*(each.ids for each in sure))
 
     def _held_already(self, taken: Mapping[str, Holding]) -> Refused:
         text, held = min(taken.items())

@@ -259,15 +259,20 @@ class Pod(msgspec.Struct, frozen=True, dict=True):
     def container(self, name: str) -> Container | None:
         return next((each for each in self.containers if each.name == name), None)
 
-    def starting(self, resource: str, size: int) -> list[str]:
-        """Containers that ask for so much of a resource and, as far as is known, do not run now."""
+    def starting(self, resource: str, size: int, *, over: bool = False) -> list[str]:
+        """Containers that ask for so much of a resource and, as far as is known, do not run now.
+
+        `over`: with init containers that have come to their end.
+        """
         statuses = (*self.status.container_statuses, *self.status.init_container_statuses)
         running = {each.name for each in statuses if each.state.running}
-        over = () if self.status.phase == "Pending" else (Stage.INIT,)
+        early = over or self.status.phase == "Pending"
         return [
             each.name
             for each in self.containers
-            if each.limits.get(resource) == size and each.name not in running and each.stage not in over
+            if each.limits.get(resource) == size
+            and each.name not in running
+            and (early or each.stage is not Stage.INIT)
         ]
 
     @property

@@ -137,19 +137,23 @@ class PairRules:
             own = had | call.inherited
             # What the pod's kubelet has lost it may have again, or go elsewhere.
             before = ledger.held.by_pod.get(asker.pod.key, ())
-            lost = NOTHING.union(*(each.id_set for each in before if each.source is Source.FORGOTTEN))
+            forgotten = [each for each in before if each.source is Source.FORGOTTEN]
+            lost = NOTHING.union(*(each.id_set for each in forgotten))
             sure = own - (lost - call.inherited)
             # Of units that the kubelet has chosen by itself nothing says that the pod had begun with them.
-            begun = sure & had if call.available is None else sure
+            begun = had - lost if call.available is None else sure
             taken, doubted = self._taken(state, holder, own, call)
             reserved = frozenset(existing.gpus) if existing else NOTHING
             tied = {each.partition(SEPARATOR)[0] for each in sure} | reserved
             hint = hint_of(asker.pod, holder.container, self.node, group.containers if group else ())
             wanted = group.peak if group and not tied else demand
             policy = policy_of(asker.pod, self.policy)
+            # Where room for all of a group is looked for, what any of its containers lost counts as room.
+            names = group.containers if group and not tied else ()
+            group_lost = NOTHING.union(*(each.id_set for each in forgotten if each.container in names))
 
             def choose(taken: frozenset[str]) -> Choice:
-                rooms = ledger.free_gpus(holder, taken, own, begun)
+                rooms = ledger.free_gpus(holder, taken - group_lost, own | group_lost, begun)
                 settled = {gpu: room for gpu, room in rooms.items() if gpu not in unsettled}
                 if not (hint or tied or wanted.whole) and any(room.fits(wanted) for room in settled.values()):
                     rooms = settled

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from agent.inventory.snapshot import Snapshot
+from agent.model.holding import PairMember
 from agent.model.pod import Stage
-from agent.pairing.resolver import PairRefused
+from agent.pairing.resolver import PairRefused, resource_of
 from tests.unit.pairing.asking import index
 from tests.unit.pairing.kubelet_model import Key, KubeletModel, pod, share, undisturbed
 
@@ -26,6 +27,17 @@ async def lose(kubelet: KubeletModel) -> None:
 async def start_again(kubelet: KubeletModel, key: Key) -> None:
     """All containers of a pod ask."""
     await kubelet._containers(kubelet.taken_up[key], undisturbed)
+
+
+async def start_one(kubelet: KubeletModel, key: Key, name: str) -> None:
+    """One container of a pod asks: the kubelet has nothing to hand on."""
+    admission = kubelet.taken_up[key]
+    (container,) = (each for each in admission.pod.containers if each.name == name)
+    for member in kubelet.random.sample(list(PairMember), 2):
+        resource = resource_of(kubelet.pair, member)
+        chosen = await kubelet._ask(member, container.limits[resource], set())
+        await kubelet.pairing.allocate(member, sorted(chosen))
+        admission.held[name, resource] = frozenset(chosen)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -88,3 +100,35 @@ async def test_who_lost_a_gpu_that_is_ill_goes_to_another(seed: int) -> None:
     # What it lost is free, now that it has others.
     await kubelet.refresh()
     assert {each.gpus for each in kubelet._record.joined.holdings} == {frozenset({states[1].uuid})}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("early", "second", "other"),
+    [((30, 10), (10, 10), (1, 1)), ((90, 38), (10, 10), (1, 1)), ((60, 20), (10, 5), (30, 10))],
+)
+async def test_an_heir_that_starts_alone_has_its_own_again(
+    seed: int, early: tuple[int, int], second: tuple[int, int], other: tuple[int, int]
+) -> None:
+    """Beside a pod that leaves no room for the peak of its group, or hardly any."""
+    kubelet = KubeletModel(gpus=1, seed=seed)
+    heirs = share("main", 60, 20), share("second", *second)
+    group = pod("a", share("prepare", *early, Stage.INIT), *heirs)
+    await kubelet.admit(group)
+    await kubelet.admit(pod("other", share("main", *other)))
+    await lose(kubelet)
+    await start_one(kubelet, group.key, "main")
+    assert index(kubelet, group.key) == [0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_what_an_init_container_lost_is_free_once_its_heirs_have_theirs(seed: int) -> None:
+    kubelet = KubeletModel(gpus=1, seed=seed)
+    group = pod("a", share("prepare", 100, 40, Stage.INIT), share("main", 10, 4))
+    await kubelet.admit(group)
+    await lose(kubelet)
+    await start_one(kubelet, group.key, "main")
+    for _ in range(2):
+        await kubelet.refresh()
+    await kubelet.admit(pod("other", share("main", 50, 10)))
+    assert index(kubelet, ("default", "other")) == [0]

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from agent.holdings.record import FILE_NAME
 from agent.kubelet.wire import Refused
 from agent.model.holding import Holding, Record, Source
 from agent.model.pod import (
@@ -44,21 +45,34 @@ def lost(*pods: Pod, bare: tuple[str, ...] = (), free: int = 0) -> Parts:
 
 
 ALL = ("GPU-0", "GPU-1")
+PREPARE = Container("prepare", {RESOURCE: 1}, Stage.INIT)
+Lost = tuple[Node, Parts]
+
+
+async def take_in(node: Node, parts: Parts) -> None:
+    """A reading, after which the plugin knows what it shows."""
+    parts.truth, parts.pods = await node.watch.refresh(), list(node.pods.values())
+    parts.cell.publish(parts.truth)
+
+
+async def without_checkpoint(folder: Path, gpus: int, *early: Container, phase: str = "Running") -> Lost:
+    """`train-0` holds GPU-0, and its next kubelet knows nothing of that. `early`: its init containers."""
+    node, parts = Node(folder), Parts(gpus)
+    node.pods["u"] = a_pod("ns", "train-0", (*early, Container("main", {RESOURCE: 1})), "u", phase=phase)
+    node.kubelet.pods = {"train-0": {"main": "GPU-0"}}
+    node.kubelet.records(*(("u", each.name, "GPU-0") for each in node.pods["u"].containers))
+    await node.held()
+    (folder / FILE_NAME).unlink()  # as many do with a kubelet that does not start
+    node.kubelet.restart()
+    await node.held()
+    node.kubelet.pods = {"train-0": {"main": ""}}
+    await take_in(node, parts)
+    return node, parts
 
 
 @pytest.mark.parametrize("call", ["prefer", "allocate"])
 async def test_it_asks_again_on_a_full_node(tmp_path: Path, call: str) -> None:
-    node, parts = Node(tmp_path), Parts(1)
-    node.know("u", "train-0")
-    node.kubelet.pods = {"train-0": {"main": "GPU-0"}}
-    node.kubelet.records(("u", "main", "GPU-0"))
-    await node.held()
-    (tmp_path / "kubelet_internal_checkpoint").unlink()  # as many do with a kubelet that does not start
-    node.kubelet.restart()
-    await node.held()
-    node.kubelet.pods = {"train-0": {"main": ""}}
-    parts.truth, parts.pods = await node.watch.refresh(), list(node.pods.values())
-    parts.cell.publish(parts.truth)
+    _, parts = await without_checkpoint(tmp_path, 1)
     if call == "prefer":
         assert await parts.prefer(("GPU-0",), 1) == ["GPU-0"]
     else:
@@ -120,3 +134,77 @@ async def test_a_later_container_of_the_pod_is_no_reason_to_give_it_to_a_strange
     parts.truth = Record(parts.truth.holdings, (*parts.truth.containers, ("ns", "runs", "helper")))
     parts.cell.publish(parts.truth)
     await parts.refusal("GPU-0")
+
+
+@pytest.mark.parametrize(("gpus", "phase"), [(2, "Running"), (2, "Pending"), (1, "Pending")])
+async def test_an_init_container_that_is_served_again_hands_on_what_it_has(
+    tmp_path: Path, gpus: int, phase: str
+) -> None:
+    node, parts = await without_checkpoint(tmp_path, gpus, PREPARE, phase=phase)
+    gpu = f"GPU-{gpus - 1}"
+    assert await parts.prefer(ALL[:gpus], 1) == [gpu]
+    assert await parts.allocate(gpu) == gpu
+    node.kubelet.records(("u", "prepare", gpu))
+    await take_in(node, parts)
+    assert await parts.allocate(gpu) == gpu  # unasked, for the container that runs
+
+
+async def test_what_an_init_container_lost_is_free_once_its_heir_has_another(tmp_path: Path) -> None:
+    node, parts = await without_checkpoint(tmp_path, 2, PREPARE)
+    assert await parts.allocate("GPU-1") == "GPU-1"
+    node.kubelet.pods = {"train-0": {"main": "GPU-1"}, "train-1": {"main": ""}}
+    node.kubelet.records(("u", "main", "GPU-1"))
+    node.know("v", "train-1")
+    await take_in(node, parts)
+    assert await parts.prefer(("GPU-0",), 1) == ["GPU-0"]
+
+
+async def test_a_helper_beside_gives_a_stranger_nothing_that_an_init_container_lost(tmp_path: Path) -> None:
+    """It was handed on, and its heir runs."""
+    node, parts = await without_checkpoint(tmp_path, 1, PREPARE)
+    node.know("v", "train-1")
+    node.kubelet.pods = {"train-0": {"main": "", "proxy": ""}, "train-1": {"main": ""}}
+    await take_in(node, parts)
+    await parts.refusal("GPU-0")
+
+
+async def test_a_kubelet_that_starts_asks_for_init_containers_that_are_over() -> None:
+    """Of pods that run, whose other containers it passes over."""
+    both = (PREPARE, Container("main", {RESOURCE: 2}))
+    parts = lost(running("runs", gpus=2))
+    parts.pods = [msgspec.structs.replace(a_pod("ns", "runs", both), status=parts.pods[0].status)]
+    held = [
+        Holding("ns", "runs", name, RESOURCE, ids, source=Source.FORGOTTEN)
+        for name, ids in (("main", ("GPU-0", "GPU-1")), ("prepare", ("GPU-0",)))
+    ]
+    parts.truth = Record(tuple(held), (("ns", "runs", "main"),))
+    parts.cell.publish(parts.truth)
+    assert await parts.prefer(("GPU-0",), 1) == ["GPU-0"]
+
+
+async def test_a_file_that_is_deleted_under_a_kubelet_is_lost_by_the_next_one(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.know("u", "train-0")
+    node.kubelet.pods = {"train-0": {"main": "GPU-0"}}
+    node.kubelet.records(("u", "main", "GPU-0"))
+    held = await node.held()
+    (tmp_path / FILE_NAME).unlink()
+    assert await node.held() == held == {("train-0", "main", "GPU-0")}
+    node.kubelet.restart()
+    assert await node.held() == held
+    node.kubelet.pods = {"train-0": {"main": ""}}
+    assert await node.held() == held
+
+
+async def test_a_uid_that_others_claim_keeps_nothing_that_the_kubelet_has_freed(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.know("u", "train-0", hides=True)
+    node.kubelet.pods = {"train-0": {"main": "GPU-1"}}
+    node.kubelet.records(("u", "prepare", "GPU-0"), ("u", "main", "GPU-1"))
+    await node.held()
+    del node.pods["u"]
+    node.contested = frozenset({"u"})
+    await node.held()
+    node.kubelet.pods = {"x": {"main": ""}}
+    node.kubelet.records(("x", "main", "GPU-7"))
+    assert {each[0] for each in await node.held() or ()} == {"pod with UID x"}
