@@ -57,7 +57,7 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
         if any(self.tables.knows(resource) for resource in container.limits):
             self.free_inactive()  # as the kubelet is about to do
             offered.clear()
-            offered[uid] = _used(self, uid)
+            offered[uid] = _used(world, self.tables.pods.entries(), uid)
             listed.clear()
             listed.update(self.tables.healthy)
         await allocate(self, pod, uid, container, running)
@@ -72,10 +72,13 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
 
     def reject(self: Life, pod: Pod, reason: str, message: str) -> None:
         # The kubelet looks once what is free: what has ended since then is not among what it offers.
-        views = [_used(self.devices, pod.uid), *([offered[pod.uid]] if pod.uid in offered else [])]
+        views = [
+            _used(world, self.devices.tables.pods.entries(), pod.uid),
+            *([offered[pod.uid]] if pod.uid in offered else []),
+        ]
         # What pods that have just ended held may not be back on the agent's lists.
         now, late = anyio.current_time(), freed if NOT_LISTED in message else ()
-        views += [_sum(entries, pod.uid) for since, entries in late if now - since <= OFFER_SECONDS]
+        views += [_used(world, entries, pod.uid) for since, entries in late if now - since <= OFFER_SECONDS]
         excuses.note()
         lists = listed if pod.uid in offered else self.devices.tables.healthy
         judged = Judged(world, excuses, pod, message, lists)
@@ -278,14 +281,10 @@ def grown_units(agent: Agent | None) -> dict[str, int]:
     return {uuid: len(ids) for uuid, ids in grown_of(agent).items()}
 
 
-def _used(devices: DeviceManager, but: str) -> Used:
-    """GPU -> how many units of each kind pods other than `but` hold."""
-    return _sum(devices.tables.pods.entries(), but)
-
-
-def _sum(entries: Iterable[Entry], but: str) -> Used:
+def _used(world: World, entries: Iterable[Entry], but: str) -> Used:
+    """GPU -> how many units of each kind pods other than `but` hold, or run on unknown to their kubelet."""
     found: Used = {}
-    for uid, _, resource, allocation in entries:
+    for uid, _, resource, allocation in chain(entries, world.lost_devices.entries()):
         if uid == but or resource not in OURS:
             continue
         for gpu, count in _counts(tuple(allocation.by_numa.values())):

@@ -39,6 +39,7 @@ SHARES = ("api", "records")
 UNDER_WAY = ("agent", "kubelet", "mode")
 SLOW_SECONDS = 0.2  # beyond which a reading is late
 HURT_SECONDS = 420.0  # after an Xid or a return, for which a GPU may be unhealthy: `liveness.CALM_SECONDS`
+MET_SECONDS = 5.0  # after which an agent has seen that NVML works again
 PROBED_SECONDS = PROBE_QUIET_SECONDS + 10.0  # after NVML has failed: until it is probed, and the probation
 
 
@@ -77,6 +78,7 @@ class Excuses:
         self._last: dict[str, float] = {}
         self._life: AgentRun | None = None
         self._modes: dict[str, object] = {}
+        self._nvml_met = -LONG  # when an agent had seen that NVML works again
         self._unwell: set[str] = set()  # GPUs that were hurt when it looked last
         self._begun: dict[str, float] = {}  # causes that last, and since when at the earliest
         self._since = anyio.current_time()  # when was looked last
@@ -89,7 +91,10 @@ class Excuses:
 
     def note(self) -> None:
         """Look which causes there are now."""
-        now, found = anyio.current_time(), set(self._now())
+        now, found, current = anyio.current_time(), set(self._now()), self._world.current
+        since = max(self._world.nvml_well, current.began) if current and self._world.running else now
+        if self._nvml_met < self._world.nvml_well and now - since > MET_SECONDS:
+            self._nvml_met = now
         if self._world.outage > self._last.get("api", -LONG):  # it came and went between two looks
             self._begun.setdefault("api", self._since)
             self._last["api"] = self._world.outage
@@ -167,7 +172,9 @@ class Excuses:
         """Whether something has happened to a GPU for which it may be unhealthy."""
         world, now = self._world, anyio.current_time()
         slot = next((each for each in world.machine.slots if world.machine.uuid(each) == state.uuid), None)
-        if slot is None or slot in world.lost or world.nvml_faults or now - world.nvml_well < PROBED_SECONDS:
+        if slot is None or slot in world.lost or world.nvml_faults:
+            return True
+        if self._nvml_met < world.nvml_well or now - self._nvml_met < PROBED_SECONDS:
             return True
         if slot in world.struck and _needs_reset(state):
             return True

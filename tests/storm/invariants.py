@@ -87,6 +87,7 @@ class Invariants:
             self._mps_serves,
             self._lingerers_keep_their_gpu,
             self._limits_stay,
+            self._lost_devices_are_kept,
             self._parts_stay,
             self._claims_are_kept,
         )
@@ -139,6 +140,11 @@ class Invariants:
         for ids in grown.values():
             if both := ids & held:
                 raise Violation(f"{min(both)} is held, and a container has grown by it")
+
+    def _lost_devices_are_kept(self) -> None:
+        world = self._world
+        if (agent := world.running) and (text := world.lost_devices.given_up(agent, world.lives)):
+            raise Violation(text)
 
     def _processes_live(self) -> None:
         world = self._world

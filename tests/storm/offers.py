@@ -49,10 +49,11 @@ class Offers:
         return problem
 
     def _held(self) -> set[str]:
-        """Units that pods hold, and those that containers have grown by."""
+        """Units that pods hold, that containers have grown by, and that kubelets have lost."""
         parts = self._holders.held().values()
         held = {each for resources in parts for ids in resources.values() for each in ids}
         held.update(*grown_of(self._world.running).values())
+        held.update(*(allocation.ids for *_, allocation in self._world.lost_devices.entries()))
         return held
 
     def _missing(self, uuid: str, mode: Mode, held: set[str], touched: set[str]) -> Iterator[str]:

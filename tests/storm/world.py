@@ -49,6 +49,7 @@ from tests.storm.cheaper import NvmlFaults
 from tests.storm.clock import CLOCK
 from tests.storm.extenders import Replicas
 from tests.storm.lives import AgentRun
+from tests.storm.lost_devices import LostDevices
 from tests.storm.mps_daemons import DaemonTable
 from tests.storm.neighbours import Neighbour
 from tests.storm.parts import Parts
@@ -140,6 +141,7 @@ class World:
         self.pods: list[PodSpec] = []  # that nobody has deleted yet
         self.made = 0
         self.created: dict[tuple[str, str], float] = {}  # when, by namespace and name
+        self.lost_devices = LostDevices(self.kubelet)
         self.lost: set[int] = set()  # slots of GPUs that are off the bus
         self.struck: set[int] = set()  # slots of GPUs that may need more than time after an Xid
         # Processes of pods that were deleted by force: the GPU's slot and UUID, the pod's UID, and when.
@@ -239,9 +241,11 @@ class World:
         `meanwhile` is called once it has stopped, `after` once it has started.
         """
         self.kubelet_up = anyio.Event()
+        self.lost_devices.stopping(self.running, self.lives)
         await self.kubelet.stop()
         meanwhile()
         if reboot:
+            self.lost_devices.rebooted()
             self.kubelet._machine.containers.reboot()
             self.machine.reboot()
             self.parts.booted()
@@ -250,6 +254,7 @@ class World:
         async def start() -> None:
             await anyio.sleep(down)
             await self.kubelet.start()
+            self.lost_devices.started()
             self.neighbour.register(self.kubelet)
             after()
             self.kubelet_began = anyio.current_time()
