@@ -41,17 +41,11 @@ async def run(
     Whatever is left of its process group is killed when this call is cancelled or fails. Raises OSError
     where it cannot be started, TimeoutError after `seconds`, OutputTooLong.
     """
-    process = await anyio.open_process(
-        command,
-        stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-        env=environment,
-        cwd="/",
-        start_new_session=True,
-    )
+    process = await start(command, environment=environment, stdin=bool(stdin), session=True)
     finished = False
     try:
         with anyio.fail_after(seconds):
-            result = await _talk(process, stdin, most_bytes)
+            result = await talk(process, stdin, most_bytes)
         finished = True
         return result
     finally:
@@ -73,7 +67,26 @@ async def _read_on(process: Process) -> None:
                     pass
 
 
-async def _talk(process: Process, stdin: bytes, most_bytes: int) -> Finished:
+async def start(
+    command: Sequence[str], *, environment: Mapping[str, str], stdin: bool = False, session: bool = False
+) -> Process:
+    """Start a program, whole or not at all. `session`: in one of its own. Raises OSError.
+
+    A start that is cancelled leaves the pipes open: asyncio connects them in a task of its own.
+    """
+    with anyio.CancelScope(shield=True):
+        process = await anyio.open_process(
+            command,
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            env=environment,
+            cwd="/",
+            start_new_session=session,
+        )
+    return process  # noqa: RET504  mypy takes the scope for one that may end the function
+
+
+async def talk(process: Process, stdin: bytes, most_bytes: int) -> Finished:
+    """Write and read until the program has ended, as `run` says. Raises OutputTooLong."""
     output, errors = process.stdout, process.stderr
     assert output is not None
     assert errors is not None

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
+from agent.kit import programs
 from agent.model.cgroup import MPS_CGROUP
 from agent.mps import launcher, processes, shared_memory
 from agent.mps.binary import Program
@@ -27,6 +27,7 @@ log = structlog.get_logger()
 
 CGROUP = MPS_CGROUP
 START_SECONDS = 10.0
+MOST_WORDS = 1 << 20  # bytes
 SOCKET_SECONDS = 5.0  # after the program went into the background, where it does so before it listens
 POLL_SECONDS = 0.01
 MULTI_USER = "-multiuser-server"
@@ -133,9 +134,9 @@ async def _run(order: Mapping[str, object]) -> tuple[int | None, str, str]:
     # -I and -S: nothing of the environment or of installed packages is read, which halves the start.
     command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(order)]
     with anyio.move_on_after(START_SECONDS):
-        done = await anyio.run_process(command, check=False, stdin=subprocess.DEVNULL, env={}, cwd="/")
-        texts = (done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
-        return done.returncode, texts[0], " ".join(texts[1].split())
+        async with await programs.start(command, environment={}) as process:
+            done = await programs.talk(process, b"", MOST_WORDS)
+        return done.code, done.output.decode(errors="replace"), " ".join(done.errors.split())
     return None, "", f"it did not go into the background within {START_SECONDS:g} s"
 
 

@@ -45,7 +45,7 @@ class LostDevices:
         self._lost.clear()
 
     def entries(self) -> Iterator[Entry]:
-        """What is lost now, of pods that have not ended."""
+        """All that is lost now, of pods that have not ended."""
         if not self._lost:
             return
         api, life = self.kubelet.api, self.kubelet._life
@@ -59,7 +59,7 @@ class LostDevices:
             yield uid, container, resource, allocation
 
     def given_up(self, agent: Agent, life: int) -> str | None:
-        """What an agent has known and keeps no more, in words."""
+        """The fault, in words: an agent has known of such devices, and keeps them no more."""
         lost = list(self.entries())
         if not lost:
             return None

@@ -1,14 +1,21 @@
 """Programs of others are bounded in time and output, and nothing of theirs stays behind."""
 
+import gc
+from functools import partial
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from agent.kit import programs
 from agent.kit.programs import Finished, OutputTooLong, run
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
+
+
+def _open_files() -> set[Path]:
+    return set(Path("/proc/self/fd").iterdir())
 
 
 def _shell(script: str) -> list[str]:
@@ -93,3 +100,17 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_start_that_is_cancelled_leaves_no_pipe_open(turns: int) -> None:
+    """asyncio connects the pipes of a program one after the other, in a task of its own."""
+    before = _open_files()
+    async with anyio.create_task_group() as group:
+        group.start_soon(partial(run, _shell("sleep 60"), environment=ENVIRONMENT, seconds=30, most_bytes=1))
+        for _ in range(turns):
+            await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+    await anyio.lowlevel.checkpoint()
+    gc.collect()
+    assert _open_files() <= before
