@@ -243,9 +243,20 @@ def join(
         earlier, known = before.pods.get(uid, UNKNOWN), view.pods.get(uid)
         key = known.key if known else named.get(uid, earlier.key)
         found = matches.get(uid, {})
+        # By a file that cannot be read a kubelet that lists a pod without what it had may have lost that.
+        doubtful = fresh and not read and key in keys
+        listed_before = {place for place, each in earlier.holdings.items() if doubtful and each.listed}
         holdings = {
             place: found.get(place)
-            or _unlisted(earlier, key, uid, place, ids, known=(uid, *place) in written, bare=key in keys)
+            or _unlisted(
+                earlier,
+                key,
+                uid,
+                place,
+                ids,
+                known=(uid, *place) in written and place not in listed_before,
+                bare=key in keys,
+            )
             for place, ids in held.items()
         }
         pod = PodEvidence(key, known is not None or earlier.watched or uid in before.shown, holdings)
@@ -357,8 +368,10 @@ def _by_pod(
 
 
 def _over(pod: Pod | None, written: Collection[Place], held: Collection[Place]) -> Collection[str]:
-    """Plain init containers of a pod whose later containers are all written down again."""
-    early = {each.name for each in pod.containers if each.stage is Stage.INIT} if pod else frozenset[str]()
+    """Plain init containers that are over, of a pod whose later containers are all written down again."""
+    if pod is None or pod.status.phase == "Pending":
+        return ()
+    early = {each.name for each in pod.containers if each.stage is Stage.INIT}
     late = any(container not in early for container, _ in written)
     return early if late and all(place in written or place[0] in early for place in held) else ()
 

@@ -177,12 +177,16 @@ class SingleResource(ABC):
 
         asking = may_ask(over=False)
         if not asking:
-            # A kubelet that has just started asks for init containers that are over, too.
-            asking = may_ask(over=True)
-            asking = asking if len({each.pod_key for each in asking}) == 1 else set()
+            # A kubelet that has just started asks for init containers that are over, too. Where others have
+            # lost something one of these may have ended a moment ago.
+            alone = len({each.pod_key for each in lost}) == 1
+            asking = may_ask(over=True) if alone else set()
         if not asking <= lost.keys():
             return frozenset()
         again = frozenset[str]().union(*(lost[each] for each in asking))
+        if len({each.pod_key for each in asking}) > 1:
+            # What runs of one pod is nothing that a container of another may have.
+            again = again.difference(*(ids for each, ids in lost.items() if each not in asking))
         return again.difference(*(each.ids for each in sure))
 
     def _held_already(self, taken: Mapping[str, Holding]) -> Refused:

@@ -138,7 +138,8 @@ class PairRules:
             # What the pod's kubelet has lost it may have again, or go elsewhere.
             before = ledger.held.by_pod.get(asker.pod.key, ())
             forgotten = [each for each in before if each.source is Source.FORGOTTEN]
-            lost = NOTHING.union(*(each.id_set for each in forgotten))
+            again = (each.id_set for each in before if each.source is not Source.FORGOTTEN)
+            lost = NOTHING.union(*(each.id_set for each in forgotten)).difference(*again)
             sure = own - (lost - call.inherited)
             # Of units that the kubelet has chosen by itself nothing says that the pod had begun with them.
             begun = had - lost if call.available is None else sure

@@ -182,7 +182,11 @@ class HttpApi:
                 "reason": pod.reason,
                 "message": pod.message,
                 "containerStatuses": [
-                    {"name": each.name, "containerID": f"containerd://{pod.container_id(each.name)}"}
+                    {
+                        "name": each.name,
+                        "containerID": f"containerd://{pod.container_id(each.name)}",
+                        "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
+                    }
                     for each in (spec.containers if pod.phase is Phase.RUNNING else ())
                 ],
                 **claims_of_status(pod.claims),

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from agent.inventory.snapshot import Snapshot
 from agent.model.holding import PairMember
-from agent.model.pod import Stage
+from agent.model.pod import ContainerRunning, ContainerState, ContainerStatus, PodStatus, Stage
 from agent.pairing.resolver import PairRefused, resource_of
 from tests.unit.pairing.asking import index
 from tests.unit.pairing.kubelet_model import Key, KubeletModel, pod, share, undisturbed
@@ -29,11 +30,11 @@ async def start_again(kubelet: KubeletModel, key: Key) -> None:
     await kubelet._containers(kubelet.taken_up[key], undisturbed)
 
 
-async def start_one(kubelet: KubeletModel, key: Key, name: str) -> None:
-    """One container of a pod asks: the kubelet has nothing to hand on."""
+async def start_one(kubelet: KubeletModel, key: Key, name: str, *members: PairMember) -> None:
+    """One container of a pod asks, for all members or these: the kubelet has nothing to hand on."""
     admission = kubelet.taken_up[key]
     (container,) = (each for each in admission.pod.containers if each.name == name)
-    for member in kubelet.random.sample(list(PairMember), 2):
+    for member in members or kubelet.random.sample(list(PairMember), 2):
         resource = resource_of(kubelet.pair, member)
         chosen = await kubelet._ask(member, container.limits[resource], set())
         await kubelet.pairing.allocate(member, sorted(chosen))
@@ -119,6 +120,45 @@ async def test_an_heir_that_starts_alone_has_its_own_again(
     await lose(kubelet)
     await start_one(kubelet, group.key, "main")
     assert index(kubelet, group.key) == [0]
+
+
+@pytest.mark.parametrize("early", [(30, 10), (40, 20), None])
+@pytest.mark.parametrize("first", list(PairMember))
+async def test_a_member_that_is_asked_for_late_is_on_the_gpu_of_the_first(
+    early: tuple[int, int] | None, first: PairMember
+) -> None:
+    kubelet = KubeletModel(gpus=2)
+    prepare = (share("prepare", *early, Stage.INIT),) if early else ()
+    group = pod("a", *prepare, share("main", 30, 10))
+    await kubelet.admit(group)
+    await lose(kubelet)
+    await start_one(kubelet, group.key, "main", first)
+    for _ in range(2):
+        kubelet.now += 60  # nothing is reserved any more
+        await kubelet.refresh()
+    await kubelet.admit(pod("fuller", share("main", 60, 20)))
+    await kubelet.admit(pod("other", share("main", 50, 15)))
+    assert index(kubelet, ("default", "other")) == [1]
+    kubelet.end(("default", "fuller"))
+    kubelet.now += 60
+    await kubelet.refresh()
+    await start_one(kubelet, group.key, "main", first.other)
+    assert index(kubelet, group.key) == [0]
+
+
+@pytest.mark.parametrize("name", ["one", "other"])
+async def test_of_two_alike_the_one_that_does_not_run_asks(name: str) -> None:
+    kubelet = KubeletModel(gpus=1)
+    for each in ("one", "other"):
+        await kubelet.admit(pod(each, share("main", 50, 20)))
+    for key, admitted in kubelet.api.items():
+        state = ContainerState(None if key[1] == name else ContainerRunning())
+        statuses = [ContainerStatus("main", "", state)]
+        status = PodStatus("Running", start_time="2026-01-01T00:00:00Z", container_statuses=statuses)
+        kubelet.api[key] = msgspec.structs.replace(admitted, status=status)
+    await lose(kubelet)
+    await start_again(kubelet, ("default", name))
+    assert kubelet.grants[-1].pod.name == name
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,6 +1,7 @@
 """Containers whose kubelet lost their GPUs with its checkpoint, and lists their pods without any."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -84,6 +85,62 @@ async def test_of_several_the_one_that_does_not_run_asks() -> None:
     assert await parts.prefer(ALL, 1) == ["GPU-1"]
     assert await parts.allocate("GPU-1") == "GPU-1"
     await parts.refusal("GPU-0")
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Running"])
+async def test_what_a_pod_runs_on_is_not_had_by_another_that_lost_as_much(phase: str) -> None:
+    """Of a pod that waits its init container runs; of one that runs, its heir. The other's status is old."""
+    early = phase == "Pending"
+    state, none = ContainerState(ContainerRunning()), ContainerState()
+    status = PodStatus(
+        phase,
+        container_statuses=[ContainerStatus("main", "", none if early else state)],
+        init_container_statuses=[ContainerStatus("prepare", "", state if early else none)],
+    )
+    first = msgspec.structs.replace(
+        a_pod("ns", "first", (PREPARE, Container("main", {RESOURCE: 1}))), status=status
+    )
+    parts = lost(first, running("other", now=not early))
+    assert parts.truth
+    prepare = Holding("ns", "first", "prepare", RESOURCE, ("GPU-0",), source=Source.FORGOTTEN)
+    parts.truth = Record((*parts.truth.holdings, prepare), parts.truth.containers)
+    parts.cell.publish(parts.truth)
+    await parts.refusal("GPU-0")
+    if early:
+        assert await parts.prefer(ALL, 1) == ["GPU-1"]
+    else:
+        with pytest.raises(Refused):
+            await parts.prefer(ALL, 1)
+
+
+async def test_an_init_container_that_runs_keeps_what_it_lost_though_its_heir_has_another(
+    tmp_path: Path,
+) -> None:
+    node, parts = await without_checkpoint(tmp_path, 2, PREPARE, phase="Pending")
+    node.kubelet.pods = {"train-0": {"main": "GPU-1"}}
+    node.kubelet.records(("u", "main", "GPU-1"))
+    for _ in range(2):
+        await take_in(node, parts)
+        assert {each.ids for each in parts.held} == {("GPU-0",), ("GPU-1",)}
+
+
+@pytest.mark.parametrize("others", [(), (("x", "main", "GPU-3"),)])
+async def test_a_torn_file_is_lost_by_the_next_kubelet(tmp_path: Path, others: tuple[Any, ...]) -> None:
+    """It lists the pod before it writes the file."""
+    node = Node(tmp_path)
+    node.know("u", "train-0")
+    node.kubelet.pods = {"train-0": {"main": "GPU-0"}}
+    node.kubelet.records(("u", "main", "GPU-0"))
+    held = await node.held()
+    assert held
+    node.kubelet.tear()
+    node.kubelet.restart()
+    assert await node.held() == held
+    node.kubelet.pods = {"train-0": {"main": ""}}
+    assert await node.held() == held
+    node.kubelet.records(*others)
+    for _ in range(2):
+        assert held <= (await node.held() or set())
 
 
 async def test_of_two_that_start_each_may_have_the_others() -> None:
