@@ -243,9 +243,8 @@ def join(
         earlier, known = before.pods.get(uid, UNKNOWN), view.pods.get(uid)
         key = known.key if known else named.get(uid, earlier.key)
         found = matches.get(uid, {})
-        # By a file that cannot be read a kubelet that lists a pod without what it had may have lost that.
+        # While its file cannot be read a kubelet that lists a pod without what it had may have lost that.
         doubtful = fresh and not read and key in keys
-        listed_before = {place for place, each in earlier.holdings.items() if doubtful and each.listed}
         holdings = {
             place: found.get(place)
             or _unlisted(
@@ -254,7 +253,7 @@ def join(
                 uid,
                 place,
                 ids,
-                known=(uid, *place) in written and place not in listed_before,
+                known=(uid, *place) in written and not (doubtful and _was_listed(earlier, place)),
                 bare=key in keys,
             )
             for place, ids in held.items()
@@ -349,12 +348,14 @@ def _by_pod(
     # Somebody has deleted the file: this kubelet knows all of it still, and the next one nothing.
     shown = set() if entries else {(*each.holder, each.resource, each.id_set) for each in listed.holdings}
     for uid, pod in before.pods.items():
+        written = found.get(uid, {})
+        if pod.holdings.keys() <= written.keys():
+            continue
         known, claimed = view.pods.get(uid), uid in view.pods or uid in view.contested
         if uid in view.over or (known.finished if known else not (view.away or claimed)):
             continue
         # A pod of that name which nobody shows may be the next one.
         unheard = uid not in heard_of and (claimed or pod.key not in keys)
-        written = found.get(uid, {})
         alone = not written and (known is not None or view.away)
         over = _over(known, written, pod.holdings)
         for place, each in pod.holdings.items():
@@ -443,6 +444,10 @@ def _forgotten(evidence: Evidence) -> set[tuple[str, str, str]]:
         for place, holding in pod.holdings.items()
         if holding.source is Source.FORGOTTEN
     }
+
+
+def _was_listed(pod: PodEvidence, place: Place) -> bool:
+    return place in pod.holdings and pod.holdings[place].listed
 
 
 def _unlisted(
