@@ -14,6 +14,7 @@ import pytest
 
 from agent.mps import launch
 from agent.mps.binary import Program
+from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import DaemonState
 from agent.mps.mps_errors import MpsError
 from agent.nvml.port import ComputeMode
@@ -82,12 +83,25 @@ async def test_adopted_after_sigkill_of_the_agent(program: Program, run_folder: 
     finally:
         os.killpg(keeper.pid, signal.SIGKILL) if os.getpgid(keeper.pid) == keeper.pid else keeper.kill()
         await anyio.to_thread.run_sync(keeper.wait)
+    # A program that it was starting has its lock until that is executed.
+    with anyio.fail_after(20):
+        while not await free(daemon):
+            await anyio.sleep(0.01)
     async with bench.kept(daemon):
         status = await reached(daemon, DaemonState.SERVING, adopted=True)
         assert status.pid == found[0].pid
         # The compute mode was lost with nothing: the new agent holds it again.
         assert bench.modes.modes[UUID] is ComputeMode.EXCLUSIVE_PROCESS
     await daemon.stop()
+
+
+async def free(daemon: Daemon) -> bool:
+    """Whether nobody looks after a daemon."""
+    try:
+        async with daemon.folders.locked():
+            return True
+    except MpsError:
+        return False
 
 
 async def test_hung_supervision_lock_is_told_in_words(newest: Program, run_folder: Path) -> None:
