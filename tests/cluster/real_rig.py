@@ -163,9 +163,11 @@ class RealRig(RigBase):
         answer = await self._ask(lambda stub: stub.get_allocatable_resources(timeout=2))
         return sum(len(item.device_ids) for item in answer.devices if item.resource_name == resource)
 
-    async def restart_kubelet(self, down_seconds: float = 0.0) -> None:
+    async def restart_kubelet(
+        self, down_seconds: float = 0.0, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
         before = await self._known_devices()
-        await self._blocking(partial(self._cluster.restart_kubelet, down_seconds))
+        await self._blocking(partial(self._cluster.restart_kubelet, down_seconds, meanwhile))
         await self._wait_known_devices(before)
 
     # Pods

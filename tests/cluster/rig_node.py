@@ -3,7 +3,7 @@
 import shutil
 import time
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.cluster.build import Parts
@@ -75,9 +75,10 @@ class RigNode(Objects):
         """Stop one program and wait until it is gone; pods run on."""
         self._program(name).stop()
 
-    def restart_kubelet(self, down_seconds: float = 0) -> None:
+    def restart_kubelet(self, down_seconds: float = 0, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Stop the kubelet, wait, start it; returns when it exists, not when it is ready."""
         self.stop("kubelet")
+        meanwhile()
         time.sleep(down_seconds)
         self.start("kubelet")
 

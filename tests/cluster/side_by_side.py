@@ -12,7 +12,13 @@ from typing import Final
 from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER: Final[Mapping[str, Sequence[str]]] = {
-    "default tick": ("test_modes", "test_storm", "test_holders", "test_kubelet_alone"),
+    "default tick": (
+        "test_modes",
+        "test_storm",
+        "test_holders",
+        "test_kubelet_alone",
+        "test_lost_checkpoint",
+    ),
     "installed": (
         "test_install",
         "test_release",
