@@ -30,9 +30,14 @@ async def test_kubelet_without_its_checkpoint(patient: Cluster) -> None:
 
         # As many do with a kubelet that does not start.
         await rig.restart_kubelet(meanwhile=(patient.kubelet_root / "device-plugins" / FILE_NAME).unlink)
-        ended, crashed, *others = pods
+        # Of free GPUs the first would be given: those of others come before theirs.
+        uuids = rig.gpu_uuids()
+        *others, crashed, ended = sorted(
+            pods, key=lambda pod: [uuids.index(each) for each in given[pod.name]]
+        )
         await rig.delete_pod(ended, BACK_SECONDS)
-        assert not any([await rig.held_ids(pod, "main") for pod in pods[1:]]), "the kubelet knows them still"
+        alive = (*others, crashed)
+        assert not any([await rig.held_ids(pod, "main") for pod in alive]), "the kubelet knows them still"
 
         new = PodSpec("new", main)
         await rig.create_pod(new)
