@@ -157,9 +157,8 @@ def askers(
             # That of a plain init container may be served: no record shows it without a readable checkpoint.
             if record is not None and (matches or container.stage is not Stage.INIT):
                 break
-    # A pod that runs asks only when a container starts again whose resource was unknown before, or is lost.
-    starting = [each for each in found if each.container.name in each.pod.starting(resource, size)]
-    return [each for each in found if each.pod.status.phase == "Pending"] or starting or found
+    # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits.
+    return [asker for asker in found if asker.pod.status.phase == "Pending"] or found
 
 
 # Finds the requesting container during a call: one look at the record, a GET for a pod not known yet.
@@ -170,7 +169,8 @@ TRIES = 4
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.3
 AWAY_PAUSE_SECONDS = 2.0  # of an API server that does not answer, and is asked for up to 110 pods each time
 # Kubelets before 1.34 go on listing a pod that was just rejected, which may look like one that asks until the
-# API server shows its end; and one that restarts answers a moment later. A refusal ends a pod for good.
+# API server shows its end; and one that restarts answers a moment later. A refusal ends a pod for good, and
+# nothing but other pods waits meanwhile.
 DOUBT_SECONDS = 10.0
 # All pods of the node wait for that: so much at once in all calls together, and a tenth of the time for long;
 # for an API server that does not answer as much again, and only while no other call waits in line: containers

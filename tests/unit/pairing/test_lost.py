@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from agent.inventory.snapshot import Snapshot
 from agent.model.holding import PairMember
-from agent.model.pod import ContainerRunning, ContainerState, ContainerStatus, PodStatus, Stage
+from agent.model.pod import Stage
 from agent.pairing.resolver import PairRefused, resource_of
 from tests.unit.pairing.asking import index
 from tests.unit.pairing.kubelet_model import Key, KubeletModel, pod, share, undisturbed
@@ -144,21 +143,6 @@ async def test_a_member_that_is_asked_for_late_is_on_the_gpu_of_the_first(
     await kubelet.refresh()
     await start_one(kubelet, group.key, "main", first.other)
     assert index(kubelet, group.key) == [0]
-
-
-@pytest.mark.parametrize("name", ["one", "other"])
-async def test_of_two_alike_the_one_that_does_not_run_asks(name: str) -> None:
-    kubelet = KubeletModel(gpus=1)
-    for each in ("one", "other"):
-        await kubelet.admit(pod(each, share("main", 50, 20)))
-    for key, admitted in kubelet.api.items():
-        state = ContainerState(None if key[1] == name else ContainerRunning())
-        statuses = [ContainerStatus("main", "", state)]
-        status = PodStatus("Running", start_time="2026-01-01T00:00:00Z", container_statuses=statuses)
-        kubelet.api[key] = msgspec.structs.replace(admitted, status=status)
-    await lose(kubelet)
-    await start_again(kubelet, ("default", name))
-    assert kubelet.grants[-1].pod.name == name
 
 
 @pytest.mark.parametrize("seed", range(4))
