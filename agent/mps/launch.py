@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 CGROUP = MPS_CGROUP
 START_SECONDS = 10.0
-MOST_WORDS = 1 << 20  # bytes
+MOST_OUTPUT_BYTES = 1 << 20
 SOCKET_SECONDS = 5.0  # after the program went into the background, where it does so before it listens
 POLL_SECONDS = 0.01
 MULTI_USER = "-multiuser-server"
@@ -134,8 +134,11 @@ async def _run(order: Mapping[str, object]) -> tuple[int | None, str, str]:
     # -I and -S: nothing of the environment or of installed packages is read, which halves the start.
     command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(order)]
     with anyio.move_on_after(START_SECONDS):
-        async with await programs.start(command, environment={}) as process:
-            done = await programs.talk(process, b"", MOST_WORDS)
+        try:
+            async with await programs.start(command, environment={}) as process:
+                done = await programs.talk(process, b"", MOST_OUTPUT_BYTES)
+        except programs.OutputTooLong as error:
+            return None, "", str(error)
         return done.code, done.output.decode(errors="replace"), " ".join(done.errors.split())
     return None, "", f"it did not go into the background within {START_SECONDS:g} s"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.mps import launch, processes
+from agent.mps import launch, launcher, processes
 from agent.mps.binary import NO_PROGRAM
 from agent.mps.daemon_parts import DaemonParts, EventReason, Options, StatusPublisher
 from agent.mps.directories import Directories
@@ -38,3 +38,14 @@ async def test_a_crowd_of_false_daemons_is_one_report(
     assert await starter.adopted() is None
     assert [kind for kind, *_ in told] == [EventReason.IMPOSTOR] * 2
     assert told[1][1].startswith("process 2000: looks like")
+
+
+async def test_a_program_that_writes_without_end_is_no_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = tmp_path / "endless.py"
+    endless.write_text("while True:\n    print('x' * 4096)\n")
+    monkeypatch.setattr(launcher, "__file__", str(endless))
+    code, output, errors = await launch._run({})
+    assert (code, output) == (None, "")
+    assert errors.endswith(f"wrote more than {launch.MOST_OUTPUT_BYTES} bytes")
