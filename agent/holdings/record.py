@@ -243,8 +243,7 @@ def join(
         earlier, known = before.pods.get(uid, UNKNOWN), view.pods.get(uid)
         key = known.key if known else named.get(uid, earlier.key)
         found = matches.get(uid, {})
-        # While its file cannot be read a kubelet that lists a pod without what it had may have lost that.
-        doubtful = fresh and not read and key in keys
+        bare = key in keys
         holdings = {
             place: found.get(place)
             or _unlisted(
@@ -253,8 +252,9 @@ def join(
                 uid,
                 place,
                 ids,
-                known=(uid, *place) in written and not (doubtful and _was_listed(earlier, place)),
-                bare=key in keys,
+                known=(uid, *place) in written,
+                bare=bare,
+                doubtful=bare and fresh and not read,
             )
             for place, ids in held.items()
         }
@@ -446,10 +446,6 @@ def _forgotten(evidence: Evidence) -> set[tuple[str, str, str]]:
     }
 
 
-def _was_listed(pod: PodEvidence, place: Place) -> bool:
-    return place in pod.holdings and pod.holdings[place].listed
-
-
 def _unlisted(
     pod: PodEvidence,
     key: PodKey | None,
@@ -459,16 +455,20 @@ def _unlisted(
     *,
     known: bool,
     bare: bool,
+    doubtful: bool,
 ) -> Holding:
     """A holding that the kubelet does not list; the same object as before where nothing changed.
 
-    `known`: its checkpoint has it. `bare`: it lists the pod.
+    `known`: its checkpoint has it. `bare`: it lists the pod. `doubtful`: and its checkpoint cannot be read
+    now, so that it may have lost what it listed before.
     """
-    source = Source.CHECKPOINT if known else Source.FORGOTTEN
     earlier, names = pod.holdings.get(place), key or ("", f"pod with UID {uid}")
+    was_listed = earlier is not None and earlier.listed
+    known = known and not (doubtful and was_listed)
+    source = Source.CHECKPOINT if known else Source.FORGOTTEN
     same = earlier and (earlier.namespace, earlier.pod) == names and earlier.id_set == ids
     # One that the kubelet listed before goes on as it was: it will list it again, with its pod.
-    stays = earlier is not None and earlier.listed and (known or not bare)
+    stays = was_listed and (known or not bare)
     if earlier and same and (stays or earlier.source is source):
         return earlier
     return Holding(*names, *place, tuple(sorted(ids)), source=source)

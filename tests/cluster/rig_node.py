@@ -76,7 +76,10 @@ class RigNode(Objects):
         self._program(name).stop()
 
     def restart_kubelet(self, down_seconds: float = 0, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Stop the kubelet, wait, start it; returns when it exists, not when it is ready."""
+        """Stop the kubelet, wait, start it; returns when it exists, not when it is ready.
+
+        `meanwhile` is called once it has stopped.
+        """
         self.stop("kubelet")
         meanwhile()
         time.sleep(down_seconds)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from agent.model.modes import Mode
 from agent.model.pod import MPS, VGPU
 from agent.simulator.kubelet.device_tables import Allocation
+from tests.storm.lost_devices import unfinished
 from tests.storm.pods import GPU
 from tests.storm.world import World
 
@@ -26,24 +27,18 @@ class Holders:
         """The same as long as nobody holds anything else."""
         life = self._world.kubelet._life
         entries = life.devices.tables.pods.entries() if life else ()
-        alive = self._alive()
+        alive = unfinished(self._world.kubelet)
         return tuple((uid, place, id(one)) for uid, place, _, one in entries if uid in alive)
 
     def held(self) -> Held:
         """Pod UID -> (container, resource) -> device IDs, of pods that have not ended."""
         life = self._world.kubelet._life
         found: Held = {}
-        alive = self._alive()
+        alive = unfinished(self._world.kubelet)
         for uid, container, resource, allocation in life.devices.tables.pods.entries() if life else ():
             if uid in alive and resource in OURS:
                 found.setdefault(uid, {})[container, resource] = self._of(allocation)
         return found
-
-    def _alive(self) -> set[str]:
-        """UIDs of pods that have not finished; of those deleted by force, while the kubelet has them."""
-        api, life = self._world.kubelet.api, self._world.kubelet._life
-        known = (api.pods.values(), api.manifests.values(), life._pods.values() if life else ())
-        return {pod.uid for pods in known for pod in pods if not pod.phase.finished}
 
     def _of(self, allocation: Allocation) -> frozenset[str]:
         known = self._ids.get(id(allocation))

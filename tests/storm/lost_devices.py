@@ -48,9 +48,7 @@ class LostDevices:
         """All that is lost now, of pods that have not ended."""
         if not self._lost:
             return
-        api, life = self.kubelet.api, self.kubelet._life
-        pods = [*api.pods.values(), *api.manifests.values(), *(life._pods.values() if life else ())]
-        alive = {pod.uid for pod in pods if not pod.phase.finished}
+        alive = unfinished(self.kubelet)
         written = {(uid, container, resource) for uid, container, resource, _ in self._entries()}
         for place in [each for each in self._lost if each in written or each[0] not in alive]:
             del self._lost[place]
@@ -75,6 +73,13 @@ class LostDevices:
     def _entries(self) -> Iterator[Entry]:
         life = self.kubelet._life
         yield from life.devices.tables.pods.entries() if life else ()
+
+
+def unfinished(kubelet: EmbeddedKubelet) -> set[str]:
+    """UIDs of pods that have not finished; of those deleted by force, while the kubelet has them."""
+    api, life = kubelet.api, kubelet._life
+    known = (api.pods.values(), api.manifests.values(), life._pods.values() if life else ())
+    return {pod.uid for pods in known for pod in pods if not pod.phase.finished}
 
 
 def _recorded(agent: Agent | None) -> Iterator[tuple[str, tuple[str, str], frozenset[str]]]:
