@@ -30,10 +30,11 @@ SIMULATE = "simulate"
 LARGE = 1 << 20  # bytes above which a request is decoded off the loop
 # kube-scheduler tries a refused pod again when a pod ends, by a watch of its own, and may ask before the
 # ledger has heard of that end. Refused once more, the pod would wait for the next event, or five minutes
-# (podMaxInUnschedulablePodsDuration). So a refusal is looked at again after a moment, a few times in a row
-# and once a second in the long run: the scheduler works on one pod at a time, and loses a tenth of its time.
+# (podMaxInUnschedulablePodsDuration). So a refusal is looked at again after a moment. It takes half of the
+# looks that are left, the first one half a second, since the next event may be far where little happens; in
+# the long run one comes each second: the scheduler works on one pod at a time, and loses a tenth of its time.
 LAG_SECONDS = 0.1
-MOST_LOOKS = 5.0
+MOST_LOOKS = 10.0
 REMEMBERED_NAMES = 100  # of refused callers: a holder of the signing key could make up any number
 
 
@@ -97,8 +98,10 @@ class Verbs:
             former = serving.binder.gangs.node(uid) or ""
             serving.binder.gangs.release(uid)
         fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
+        patience = math.ceil(self._looks_left() / 2)
         # Where nodes were not reached the next attempt goes on: a second look would double the work of this.
-        if not fitting and NOT_REACHED not in refused.values() and self._may_look_again():
+        while not fitting and NOT_REACHED not in refused.values() and patience and self._looks_left() >= 1:
+            patience, self._looks = patience - 1, self._looks - 1
             await anyio.sleep(LAG_SECONDS)
             fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
         if gang:
@@ -114,14 +117,11 @@ class Verbs:
                 raise Unready(f"what is kept for the pod's gang could not be recorded: {error}") from error
         return scheduler_protocol.filtered(asked, fitting, refused), "ok" if fitting else "nowhere"
 
-    def _may_look_again(self) -> bool:
+    def _looks_left(self) -> float:
         now = anyio.current_time()
         self._looks = min(MOST_LOOKS, self._looks + now - self._counted)
         self._counted = now
-        if self._looks < 1:
-            return False
-        self._looks -= 1
-        return True
+        return self._looks
 
     async def prioritize(self, request: HttpRequest, serving: ServingState) -> tuple[bytes, str]:
         asked = await _asked(request)
