@@ -210,6 +210,9 @@ class ClientWatch:
 
     async def _end_clients_of_dying_pods(self, group: TaskGroup) -> None:
         while True:
+            if not self.manager.statuses.value:
+                self._staying.clear()  # nobody looks meanwhile
+                await self.manager.statuses.wait_for(bool)
             due = self._due()
             holders = self._holders() if due else {}
             if not due:

@@ -56,12 +56,12 @@ class Scene:
     def __init__(self, proc: Path, holders: Iterable[str] = (), multi_user: bool = True) -> None:
         self.control = Control()
         self.pods: list[PodFacts] = []
-        statuses: Cell[Mapping[str, DaemonStatus]] = Cell(
+        self.statuses: Cell[Mapping[str, DaemonStatus]] = Cell(
             {GPU: DaemonStatus(DaemonState.SERVING, pid=3999, server=SERVER, multi_user=multi_user)}
         )
         manager: Any = SimpleNamespace(
-            statuses=statuses,
-            status=lambda uuid: statuses.value[uuid],
+            statuses=self.statuses,
+            status=lambda uuid: self.statuses.value[uuid],
             daemon=lambda _uuid: SimpleNamespace(control=self.control, clients=self.control.pids),
         )
         held = tuple(
@@ -220,6 +220,28 @@ async def test_a_pod_that_does_not_go_is_not_asked_after_for_ever(tmp_path: Path
     await scene.looked()
     assert scene.control.asked == 0
     assert scene.control.terminated == []
+
+
+@pytest.mark.usefixtures("often")
+async def test_where_no_daemon_runs_nobody_asks_for_pods(tmp_path: Path) -> None:
+    """MPS is watched in every mode, since a GPU may come at any time: it costs nothing until then."""
+    scene = Scene(tmp_path, ["p1"])
+    daemons = scene.statuses.value
+    scene.statuses.publish({})
+    scene.pod(1)
+    scene.process(101, 1)
+    async with anyio.create_task_group() as group:
+        group.start_soon(scene.watch.run)
+        await anyio.sleep(0.2)
+        assert scene.looks == 0
+        scene.statuses.publish(daemons)
+        await _until(lambda: scene.watch._staying)
+        scene.statuses.publish({})
+        await _until(lambda: not scene.watch._staying)
+        seen = scene.looks
+        await anyio.sleep(0.2)
+        assert scene.looks == seen
+        group.cancel_scope.cancel()
 
 
 @pytest.mark.usefixtures("often")
