@@ -61,11 +61,18 @@ class LostDevices:
         lost = list(self.entries())
         if not lost:
             return None
-        running = {pod.uid for pod in self.kubelet.api.pods.values() if pod.phase is Phase.RUNNING}
+        # Plain init containers of a pod that runs are over.
+        running = {
+            (pod.uid, each.name)
+            for pod in self.kubelet.api.pods.values()
+            if pod.phase is Phase.RUNNING
+            for each in (*pod.spec.init_containers, *pod.spec.containers)
+            if each.restartable or each in pod.spec.containers
+        }
         held = {(uid, *place): ids for uid, place, ids in _recorded(agent)}
         for uid, container, resource, allocation in lost:
             place = (uid, container, resource)
-            known = self._kept.get(place) == life and uid in running
+            known = self._kept.get(place) == life and (uid, container) in running
             if known and not allocation.ids <= held.get(place, frozenset()):
                 return f"container {container} of pod {uid} runs on {min(allocation.ids)}, which nobody holds"
         return None
