@@ -177,6 +177,8 @@ async def test_registry_plugins_come_back_by_themselves_after_a_restart(root: Pa
     async with kubelet.running():
         with Plugin(root / "plugins_registry/p.sock", devices=TWO).serving() as plugin:
             await eventually(lambda: kubelet.allocatable.get(GPU) == 2)
+            # One that leaves no checkpoint comes back as a new node, whose figures are 0.
+            await eventually((root / "device-plugins/kubelet_internal_checkpoint").exists)
             with kubelet.observing_node(lambda _, allocatable: seen.append(allocatable[GPU])):
                 await kubelet.restart(down=0.1)
                 await eventually(lambda: plugin.streams == 1)
