@@ -98,11 +98,14 @@ class Verbs:
             former = serving.binder.gangs.node(uid) or ""
             serving.binder.gangs.release(uid)
         fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
-        patience = math.ceil(self._looks_left() / 2)
+        patience = math.ceil(self._looks_left() / 2) if asked.names else 0
         # Where nodes were not reached the next attempt goes on: a second look would double the work of this.
         while not fitting and NOT_REACHED not in refused.values() and patience and self._looks_left() >= 1:
             patience, self._looks = patience - 1, self._looks - 1
             await anyio.sleep(LAG_SECONDS)
+            if self._serving() is not serving:
+                # A refusal, by a ledger that hears nothing any more, would keep the pod from the next leader.
+                raise Unready("this extender leads no more, or its ledger is not complete now; try again")
             fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
         if gang:
             if not fitting and asked.names:

@@ -119,6 +119,28 @@ async def test_a_pod_that_is_tried_before_its_room_is_heard_of_fits_all_the_same
         assert (await scheduler.filter(waits, ["a"]))["NodeNames"] == ["a"]
 
 
+async def test_who_leads_no_more_while_it_looks_again_refuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal would keep the pod from the next leader until something happens; an error does not."""
+    api = ClusterApi()
+    api.node("a", *gpus(1))
+    api.pod("holds", 60, 10, "a", annotations={HINT: "0"})
+    async with api.serving(), leader(api) as scheduler:
+        serving, sync = scheduler.extender.serving, scheduler.extender.sync
+        assert serving is not None
+        assert sync is not None
+        judge = serving.verdicts.judge
+
+        async def judged(*arguments: Any) -> tuple[list[str], dict[str, str]]:
+            sync.complete.publish(False)
+            return await judge(*arguments)
+
+        monkeypatch.setattr(serving.verdicts, "judge", judged)
+        body = {"Pod": api.pod("waits", 60, 10), "Nodes": None, "NodeNames": ["a"]}
+        status, answer = await scheduler.post("predicates", body)
+        assert status == 503
+        assert "leads no more" in answer
+
+
 async def test_pods_that_fit_nowhere_cost_the_scheduler_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     api = ClusterApi()
     api.node("a", *gpus(1))
