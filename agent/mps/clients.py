@@ -210,8 +210,10 @@ class ClientWatch:
 
     async def _end_clients_of_dying_pods(self, group: TaskGroup) -> None:
         while True:
-            if not self.manager.statuses.value:
+            # After a start a pod may be deleted before its daemon is taken up: its grace period is counted.
+            if not self.manager.statuses.value and self.holdings.value is not None and not self._holders():
                 self._staying.clear()  # nobody looks meanwhile
+                self._ended.clear()
                 await self.manager.statuses.wait_for(bool)
             due = self._due()
             holders = self._holders() if due else {}

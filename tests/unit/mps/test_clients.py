@@ -225,11 +225,10 @@ async def test_a_pod_that_does_not_go_is_not_asked_after_for_ever(tmp_path: Path
 @pytest.mark.usefixtures("often")
 async def test_where_no_daemon_runs_nobody_asks_for_pods(tmp_path: Path) -> None:
     """MPS is watched in every mode, since a GPU may come at any time: it costs nothing until then."""
-    scene = Scene(tmp_path, ["p1"])
+    scene = Scene(tmp_path)
     daemons = scene.statuses.value
     scene.statuses.publish({})
     scene.pod(1)
-    scene.process(101, 1)
     async with anyio.create_task_group() as group:
         group.start_soon(scene.watch.run)
         await anyio.sleep(0.2)
@@ -241,6 +240,30 @@ async def test_where_no_daemon_runs_nobody_asks_for_pods(tmp_path: Path) -> None
         seen = scene.looks
         await anyio.sleep(0.2)
         assert scene.looks == seen
+        group.cancel_scope.cancel()
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("known", [True, False])
+async def test_grace_is_counted_before_a_daemon_is_taken_up(tmp_path: Path, known: bool) -> None:
+    """The agent has started: the clients of a daemon that it has yet to find run on."""
+    scene = Scene(tmp_path, ["p1"])
+    daemons, record = scene.statuses.value, scene.watch.holdings.value
+    scene.statuses.publish({})
+    if not known:
+        scene.watch.holdings.publish(None)
+    scene.pod(1)
+    scene.process(101, 1)
+    async with anyio.create_task_group() as group:
+        group.start_soon(scene.watch.run)
+        await _until(lambda: scene.watch._staying == {uid(1)})
+        del scene.pods[:]
+        scene.pod(1, dt.datetime.now(dt.UTC) - dt.timedelta(hours=1), grace=3.0)
+        scene.watch.holdings.publish(record)
+        await _until(lambda: not scene.watch._staying)
+        scene.statuses.publish(daemons)
+        await _until(lambda: scene.control.terminated)
+        assert scene.control.terminated == [101]
         group.cancel_scope.cancel()
 
 
