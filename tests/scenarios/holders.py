@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
+from tests.pace import scaled
 from tests.scenarios.rig import Rig
 from tests.scenarios.skeleton import unschedulable
 from tests.scenarios.vgpu import (
@@ -26,7 +27,8 @@ from tests.scenarios.vgpu import (
 )
 
 TURNS = 20  # half of the holders complete, half are deleted
-HOLDS_SECONDS = 1.5  # a holder that completes runs so long
+HOLDS_SECONDS = 2.0  # a holder that completes runs so long, seen first by a kubelet that looks each second
+LONGEST_HOLDS_SECONDS = 6.0
 COMES_SECONDS = 2.0
 # The kubelet takes its pods up again one after another, some of them a second after its start.
 TAKEN_UP_SECONDS = 20.0
@@ -44,11 +46,12 @@ async def freed_gpu_goes_to_the_waiting_pod(rig: Rig, gpus: int, blocks: int, tu
     it off its list. The moment A ends C fits, and the scheduler does not wait for that list.
     """
     await one_free_gpu(rig, gpus)
+    seconds = min(scaled(HOLDS_SECONDS), LONGEST_HOLDS_SECONDS)
     for turn in range(turns):
         completes = turn % 2 == 0
         holder = PodSpec(
             f"holder-{turn}",
-            (ContainerSpec("main", share("", 50, blocks).limits, exits=completes, seconds=HOLDS_SECONDS),),
+            (ContainerSpec("main", share("", 50, blocks).limits, exits=completes, seconds=seconds),),
         )
         await running(rig, holder)
         held = await gpu_of(rig, holder)

@@ -10,6 +10,7 @@ import pytest
 
 from agent.kit import programs
 from agent.kit.programs import Finished, OutputTooLong, run
+from tests.pace import scaled
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
 
@@ -50,7 +51,7 @@ async def test_what_does_not_end_is_killed_with_its_children(tmp_path: Path) -> 
     pids = tmp_path / "pids"
     script = f"sleep 600 & echo $! >{pids}; echo $$ >>{pids}; mv {pids} {pids}.whole; wait"
     with pytest.raises(TimeoutError):
-        await run(_shell(script), environment=ENVIRONMENT, seconds=1.5, most_bytes=10)
+        await run(_shell(script), environment=ENVIRONMENT, seconds=scaled(1.5), most_bytes=10)
     await _all_gone(Path(f"{pids}.whole"))
 
 

@@ -121,7 +121,7 @@ def test_a_daemon_that_waits_for_nobody_is_known_again_by_its_socket(
         assert peers.look(daemon.process).again is None
     assert len(copies) == 1
     with daemon.connected(), daemon.connected():
-        assert len(looked(peers, daemon)) == 1, "who comes later is seen all the same"
+        assert len(looked(peers, daemon, 1)) == 1, "who comes later is seen all the same"
 
 
 async def test_a_short_session_waits_for_its_end_alone(

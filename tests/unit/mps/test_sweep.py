@@ -11,6 +11,7 @@ import pytest
 
 from agent.kit import bounded, files
 from agent.mps import shm_sweep
+from tests.pace import scaled
 
 
 @pytest.fixture
@@ -83,8 +84,9 @@ def test_names_with_ends_of_lines_end_no_look(process: Path, tmp_path: Path) -> 
 def test_who_keeps_the_reader_of_its_map_waiting_costs_its_own_container(
     process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded, "SECONDS", 0.02)
-    monkeypatch.setattr(shm_sweep, "WAITED_SECONDS", 0.02)
+    seconds = min(scaled(0.05), 0.5)
+    monkeypatch.setattr(bounded, "SECONDS", seconds)
+    monkeypatch.setattr(shm_sweep, "WAITED_SECONDS", seconds)
     for file, users in (process / "maps", 1), (process / "stat", 0):
         file.unlink()
         os.mkfifo(file)

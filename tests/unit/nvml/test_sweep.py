@@ -108,15 +108,19 @@ async def test_a_long_trip_lets_others_have_their_turn(gpus: Gpus, monkeypatch: 
     monkeypatch.setattr(sweeping, "TRIP_SECONDS", 0.01)
     thread = WorkerThread("test")
     order: list[int] = []
+    queued = threading.Event()
 
     def slow(index: int) -> int:
         time.sleep(0.02)  # in the thread's thread
+        if index == 1:
+            queued.wait(scaled(10))
         order.append(index)
         return index
 
     async def other() -> None:
         while not order:
             await anyio.sleep(0.001)
+        queued.set()  # nothing runs in between: the loop is ours
         await thread.run(order.append, -1)
 
     async with anyio.create_task_group() as group:

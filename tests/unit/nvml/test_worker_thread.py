@@ -114,9 +114,11 @@ async def test_the_same_call_is_not_tried_again_while_it_hangs(gate: Gate) -> No
     for _ in range(20):
         with pytest.raises(NvmlHung):
             await thread.run(gate.hang, "gpu-0")
+    await until(lambda: gate.calls > 0)  # the thread has begun
     assert (thread.stuck, gate.calls) == (1, 1)
     with pytest.raises(NvmlHung):
         await thread.run(gate.hang, "gpu-1")
+    await until(lambda: gate.calls > 1)
     assert (thread.stuck, gate.calls) == (2, 2)
     gate.open()
     await until(lambda: thread.stuck == 0)
@@ -165,7 +167,8 @@ async def test_calls_that_say_which_gpu_they_are_about_count_against_that_one_al
         await thread.run(gate.hang, "place 9", about=lambda: "gpu-0")
     with pytest.raises(NvmlHung, match="4 NVML calls about gpu-0 hang in thread told"):
         await thread.run(gate.hang, "gpu-0")
-    assert thread.stuck == gate.calls == threads.MOST_OF_ONE
+    await until(lambda: gate.calls == threads.MOST_OF_ONE)
+    assert thread.stuck == threads.MOST_OF_ONE
     gate.open()
     thread.close()
 

@@ -7,6 +7,7 @@ import pytest
 
 from agent.nvml.event_watch import WorkerThread
 from agent.nvml.port import NvmlHung
+from tests.pace import scaled
 
 
 class Steps:
@@ -32,8 +33,9 @@ class Steps:
 
 async def test_a_call_that_gets_on_may_take_longer_than_its_deadline() -> None:
     thread = WorkerThread("calls")
-    steps = Steps(0.05, 8)
-    assert await thread.run(steps.run, deadline=0.3, progress=steps.got_on) == 8
+    deadline = min(scaled(0.3), 3.0)
+    steps = Steps(deadline / 6, 8)
+    assert await thread.run(steps.run, deadline=deadline, progress=steps.got_on) == 8
     thread.close()
 
 
