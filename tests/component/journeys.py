@@ -187,7 +187,7 @@ def _mailboxes() -> None:
 
 
 async def until(happens: Callable[[], bool]) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(120):
         while not happens():
             await anyio.sleep(0.02)
 

@@ -104,6 +104,7 @@ async def test_instances_survive_a_kubelet_restart() -> None:
 async def test_an_xid_of_an_instance_is_its_own() -> None:
     async with parted() as (rig, made):
         await rig.wait_allocatable(2, SMALL)
+        await rig.wait_allocatable(2, MEDIUM)
         rig.machine.xid(0, 95, made["1g.18gb"][0])
         await rig.wait_allocatable(1, SMALL)
         assert await rig.allocatable(MEDIUM) == 2

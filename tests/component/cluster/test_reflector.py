@@ -179,13 +179,13 @@ async def test_a_silent_watch_is_opened_anew(monkeypatch: pytest.MonkeyPatch, lo
 
 
 async def test_events_and_bookmarks_keep_a_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    silence = min(scaled(0.3), 1.5)
+    silence = min(scaled(0.6), 3.0)
     monkeypatch.setattr(reflector_module, "SILENCE_SECONDS", silence)
 
     async def sparse(request: Any) -> Any:
         response = await opened(request)
         await send(response, *INITIAL)
-        for number in range(8):
+        for number in range(4):
             await anyio.sleep(silence / 3)
             await send(response, bookmark(str(20 + number)))
         await send(response, event("ADDED", pod("c", "30")))

@@ -24,10 +24,10 @@ from tests.scenarios.rig import GPU
 
 
 @asynccontextmanager
-async def a_node() -> AsyncIterator[MpsNode]:
+async def a_node(resync: float = 5.0) -> AsyncIterator[MpsNode]:
     """A node with classes of devices, and no agent yet."""
     # A prepare that failed is tried again after a minute or more: here soon.
-    quick = replace(QUICK, resync=5.0)
+    quick = replace(QUICK, resync=resync)
     async with embedded_rig("1.37", timings=quick) as rig, node_to_be(rig) as node:
         for mode in (WHOLE_GPUS, SHARES):
             await rig.create_resource("DeviceClass", device_class(mode))
@@ -181,9 +181,9 @@ ONE = {"layouts": {"one": [{"gpus": [0], "mode": "dra"}, {"gpus": ["rest"], "mod
 
 
 @asynccontextmanager
-async def one_device(**settings: object) -> AsyncIterator[tuple[MpsNode, EmbeddedRig]]:
+async def one_device(resync: float = 5.0, **settings: object) -> AsyncIterator[tuple[MpsNode, EmbeddedRig]]:
     """A node of two doors: GPU 0 is a device of DRA, the others are nvidia.com/gpu."""
-    async with a_node() as node:
+    async with a_node(resync) as node:
         rig = rig_of(node)
         await anyio.to_thread.run_sync(node.mode_file.write_text, "one\n")
         await rig.start_agent(await node.settings(**{"dra.enabled": True, **ONE, **settings}))
@@ -348,7 +348,7 @@ async def test_a_sick_or_cordoned_gpu_keeps_its_holder_and_takes_no_claims() -> 
 
 
 async def test_the_kubelets_own_refusal_is_made_good_by_an_annotation() -> None:
-    async with one_device() as (_, rig):
+    async with one_device(resync=600.0) as (_, rig):
         rig.kubelet.api.resources.forbidden_reads = 1
         whole = asking("whole", WHOLE_GPUS)
         await rig.create_pod(whole)

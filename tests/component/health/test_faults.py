@@ -63,6 +63,7 @@ async def test_a_row_remap_that_waits_for_a_reset_forbids_recovery() -> None:
         watched.machine.remap_pending(1)
         watched.machine.ecc_double(1)
         await watched.until(1, UNHEALTHY)
+        await watched.settled(lambda _: "row remap" in (watched.state(1).health.obstacle or ""))
         await anyio.sleep(1.2)
         state = watched.state(1)
         assert state.health.state is UNHEALTHY
@@ -139,7 +140,10 @@ async def test_a_call_that_never_returns_stops_neither_health_nor_the_others() -
 async def test_an_event_wait_that_fails_for_ever_is_told_once_and_probing_goes_on(logs: Logs) -> None:
     async with watching() as watched:
         watched.machine.fail("nvmlEventSetWait", NvmlCode.UNKNOWN)
-        await anyio.sleep(2.5)
+        with anyio.fail_after(10):  # the wait that is under way does not fail yet
+            while not watched.gpu_monitor.events.failures:
+                await anyio.sleep(0.05)
+        await anyio.sleep(1.5)
         before = watched.gpu_monitor.events.failures
         assert 1 <= before <= 8
         assert sum(entry["event"] == "event_wait_failing" for entry in logs) == 1

@@ -22,6 +22,7 @@ from agent.status.report import StatusSources
 from agent.web import control
 from agent.web.control import ControlServer
 from tests.component.health.bench import watching
+from tests.pace import scaled
 
 
 class Counted(SimulatedNvml):
@@ -51,7 +52,7 @@ async def test_a_release_closes_nvml_after_the_lists_and_ends_by_itself() -> Non
     async with watching(machine, nvml=nvml) as watched:
         machine.xid(1, 119)
         await watched.until(1, HealthState.UNHEALTHY)
-        watched.gpu_monitor.release(1.5)
+        watched.gpu_monitor.release(min(scaled(1.5), 6.0))
         with anyio.fail_after(4):
             await watched.settled(lambda now: now.released_until is not None)
             assert all(not state.healthy for state in watched.snapshot.gpus)

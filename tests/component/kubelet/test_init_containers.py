@@ -11,6 +11,7 @@ from tests.component.kubelet.conftest import FAST
 from tests.component.kubelet.peer import GPU, Plugin, pod_resources
 from tests.component.kubelet.steps import EIGHT, held, pod, ready, run
 from tests.component.kubelet.waiting import eventually
+from tests.pace import scaled
 
 LADDER = PodSpec(
     "ladder",
@@ -58,11 +59,11 @@ async def test_a_running_init_container_is_hidden_over_a_restart_too(root: Path)
         containers=(ContainerSpec("main", {GPU: 1}),),
         init_containers=(
             ContainerSpec("sidecar", {GPU: 1}, restartable=True),
-            ContainerSpec("compile", {GPU: 3}, seconds=2.5),
+            ContainerSpec("compile", {GPU: 3}, seconds=scaled(4.0)),
         ),
     )
     # The plugin is back before the pods are: a container that has not started yet is checked again.
-    kubelet = EmbeddedKubelet(root, status_tick=0.02, timings=replace(FAST, first_pods=0.4))
+    kubelet = EmbeddedKubelet(root, status_tick=0.02, timings=replace(FAST, first_pods=scaled(0.8)))
     async with kubelet.running():
         with Plugin(root / "plugins_registry/p.sock", devices=EIGHT).serving():
             await ready(kubelet)
@@ -73,7 +74,9 @@ async def test_a_running_init_container_is_hidden_over_a_restart_too(root: Path)
                     await kubelet.restart()
                     await ready(kubelet)
                     assert await anyio.to_thread.run_sync(_held, kubelet) == {}
-                    await anyio.sleep(0.6)
+                    with anyio.fail_after(10):
+                        while not await anyio.to_thread.run_sync(_held, kubelet):
+                            await anyio.sleep(0.02)
                 table = await anyio.to_thread.run_sync(_held, kubelet)
                 # What the app container will have is its own from admission on.
                 assert {container: len(ids) for (_, container), ids in table.items()} == {

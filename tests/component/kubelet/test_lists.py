@@ -1,6 +1,6 @@
 """The effect of list messages on the node's figures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,7 @@ async def test_empty_list_makes_a_key_with_zero(kubelet: EmbeddedKubelet, root: 
 
 
 async def test_lists_reach_the_node_only_at_its_tick(root: Path) -> None:
-    kubelet = EmbeddedKubelet(root, status_tick=3600, timings=FAST)
+    kubelet = EmbeddedKubelet(root, status_tick=3600, timings=replace(FAST, first_status=60.0))
     lists: list[int] = []
     (root / "plugins_registry").mkdir()
     with Plugin(root / "plugins_registry/p.sock", devices={"a": True}).serving() as plugin:

@@ -57,7 +57,7 @@ async def test_pod_worker_asks_again_after_a_refusal(kubelet: EmbeddedKubelet, r
     early = PodSpec(
         "early",
         (ContainerSpec("main", {GPU: 1}),),
-        init_containers=(ContainerSpec("waits", seconds=1.0),),
+        init_containers=(ContainerSpec("waits", seconds=scaled(2.0)),),
         node_name="preset",
     )
     tries = 0

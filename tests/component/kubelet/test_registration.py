@@ -21,7 +21,7 @@ TWO = {"a": True, "b": True}
 async def test_registry_socket_is_asked_and_told(kubelet: EmbeddedKubelet, root: Path) -> None:
     async with kubelet.running():
         with Plugin(root / "plugins_registry/p.sock", devices=TWO).serving() as plugin:
-            await eventually(lambda: kubelet.allocatable.get(GPU) == 2)
+            await eventually(lambda: kubelet.allocatable.get(GPU) == 2 and bool(plugin.statuses))
             order = [call.method for call in plugin.calls]
             assert order[:2] == ["GetInfo", "GetDevicePluginOptions"]
             assert set(order[2:]) == {"ListAndWatch", "NotifyRegistrationStatus"}

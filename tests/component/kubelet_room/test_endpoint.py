@@ -64,7 +64,8 @@ def _ours(folder: Path) -> set[str]:
     return set(names())
 
 
-async def test_the_kubelet_finds_the_socket(folder: Path, logs: Any) -> None:
+async def test_the_kubelet_finds_the_socket(folder: Path, logs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "ASKED_SECONDS", 60.0)
     kubelet = _kubelet(folder)
     async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
         await eventually(lambda: _listed(kubelet))

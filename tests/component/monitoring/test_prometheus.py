@@ -154,7 +154,10 @@ async def test_queries_return_data_and_each_alert_fires(tmp_path: Path) -> None:
             await _check_top(node)
             await _check_data(server)
             meant = {"GPUMemoryMostlyUnused", "GPUDemandUnsatisfied"}
-            assert await server.firing() <= meant, "alerts fire on a healthy node"
+            # A machine that stops for a moment misses scrapes, and that alert ends by itself.
+            with anyio.fail_after(10):
+                while not await server.firing() <= meant:
+                    await anyio.sleep(0.5)
             await _check_alerts(server, node, rig)
         group.cancel_scope.cancel()
 
