@@ -130,6 +130,9 @@ class _Connection(CorkedProtocol):
 
 
 class _TrackingServer(Server):
+    # At each connection, those that have ended are dropped with their calls: by itself grpclib keeps ten.
+    __gc_interval__ = 1
+
     def __init__(self, handlers: Handlers) -> None:
         super().__init__([handlers], codec=Codec())
         self.connections: set[_Connection] = set()
