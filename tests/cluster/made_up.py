@@ -9,6 +9,7 @@ from agent.model.placement import ASSIGNED, HINT
 from agent.model.pod import CORES, VGPU
 from tests.bench import arrivals
 from tests.cluster.rig import Cluster
+from tests.pace import scaled
 
 GPUS = 4  # of each node
 QUIET_SECONDS = 6.0  # nothing was bound for so long: nothing more will be
@@ -98,12 +99,12 @@ def bound(cluster: Cluster) -> list[dict[str, Any]]:
 def settled(cluster: Cluster) -> list[dict[str, Any]]:
     """The bound pods, once nothing more is bound."""
     known, since = -1, time.monotonic()
-    deadline = since + 120
+    deadline = since + scaled(120)
     while time.monotonic() < deadline:
         found = bound(cluster)
         if len(found) != known:
             known, since = len(found), time.monotonic()
-        elif time.monotonic() - since > QUIET_SECONDS:
+        elif time.monotonic() - since > scaled(QUIET_SECONDS):
             return found
         time.sleep(0.5)
-    raise AssertionError("pods are bound for two minutes without an end")
+    raise AssertionError("pods are bound for minutes without an end")

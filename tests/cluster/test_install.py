@@ -20,6 +20,7 @@ from tests.cluster.rig import Cluster
 from tests.cluster.scenario_pods import REPORT as WRITE
 from tests.cluster.scenario_pods import UNTIL_DELETED, Report, read_report
 from tests.cluster.waiting import NotYet, eventually
+from tests.pace import scaled
 
 __all__ = ["audit", "installation", "open_cluster"]
 
@@ -239,7 +240,7 @@ def test_interrupted_cleanup_heals(installation: Installation) -> None:
     before = containers(cluster)
     with second_node(installation), ThreadPoolExecutor() as pool:
         # Short: killed, the hook takes nothing back, and the agents wait until its request ends.
-        installation.helm(*UPGRADE, "--set", "cleanup.timeoutSeconds=10")
+        installation.helm(*UPGRADE, "--set", f"cleanup.timeoutSeconds={scaled(10):.0f}")
         uninstall = pool.submit(installation.helm, "uninstall", RELEASE, "--timeout=100s")
         wait_cleaned(installation)
         hook_process(cluster).send(signal.SIGKILL)

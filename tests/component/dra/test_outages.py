@@ -24,6 +24,7 @@ from tests.component.dra.test_door import (
     start,
     status_of,
 )
+from tests.pace import scaled
 from tests.scenarios.mps import MpsNode
 
 GRACE_SECONDS = 4.0
@@ -101,7 +102,7 @@ async def test_a_door_that_is_closed_on_claims_says_so_and_gives_their_gpus_to_n
 @pytest.mark.long  # the first call is given up after 40 s
 async def test_a_kubelet_that_restarts_while_a_claim_is_prepared_has_it_prepared_again() -> None:
     async with one_device() as (_, rig):
-        forced = replace(asking("forced", SHARES, 60, 60), grace=GRACE_SECONDS)
+        forced = replace(asking("forced", SHARES, 60, 60), grace=scaled(GRACE_SECONDS))
         await run(rig, forced)
         uid = rig.kubelet.pod(forced).uid
         rig.kubelet.api.delete_by_force(forced)
@@ -118,7 +119,7 @@ async def test_a_kubelet_that_restarts_while_a_claim_is_prepared_has_it_prepared
 async def test_a_layout_that_takes_the_gpu_of_a_claim_that_waits() -> None:
     """It is refused with the reason, and is prepared once the GPU is given back."""
     async with one_device() as (node, rig):
-        forced = replace(asking("forced", SHARES, 60, 60), grace=GRACE_SECONDS)
+        forced = replace(asking("forced", SHARES, 60, 60), grace=scaled(GRACE_SECONDS))
         await run(rig, forced)
         rig.kubelet.api.delete_by_force(forced)
         heir = asking("heir", WHOLE_GPUS)
