@@ -102,7 +102,7 @@ async def test_a_door_that_is_closed_on_claims_says_so_and_gives_their_gpus_to_n
 @pytest.mark.long  # the first call is given up after 40 s
 async def test_a_kubelet_that_restarts_while_a_claim_is_prepared_has_it_prepared_again() -> None:
     async with one_device() as (_, rig):
-        forced = replace(asking("forced", SHARES, 60, 60), grace=scaled(GRACE_SECONDS))
+        forced = replace(asking("forced", SHARES, 60, 60), grace=GRACE_SECONDS)
         await run(rig, forced)
         uid = rig.kubelet.pod(forced).uid
         rig.kubelet.api.delete_by_force(forced)
