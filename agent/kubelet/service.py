@@ -236,8 +236,10 @@ class DevicePluginService:
             chosen.extend([await self.plugin.prefer(request) for request in requests.containers])
             return wire.preferences(chosen)
 
-        message = await self._bounded("GetPreferredAllocation", ANSWER_SECONDS, answer)
-        await self._hand_out(stream, message, chosen)
+        # The kubelet takes our choice without another look at its list: none may leave that meanwhile.
+        with self._handing_out([*each.must_include, *each.available] for each in requests.containers):
+            message = await self._bounded("GetPreferredAllocation", ANSWER_SECONDS, answer)
+            await self._hand_out(stream, message, chosen)
 
     async def _allocate(self, stream: Stream[wire.AllocationRequests, bytes]) -> None:
         requests = await received(stream, REQUEST_SECONDS)

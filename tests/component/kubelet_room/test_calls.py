@@ -123,6 +123,34 @@ async def test_what_is_being_handed_out_counts_until_the_answer(folder: Path) ->
         await eventually(lambda: not one.service.granted_lately())
 
 
+async def test_what_may_be_preferred_counts_until_the_answer(folder: Path) -> None:
+    """A kubelet that is given a device which has left its list meanwhile ends by it (a nil pointer)."""
+    asked, go_on = anyio.Event(), anyio.Event()
+
+    async def slow(request: PreferenceRequest) -> Sequence[str]:
+        asked.set()
+        await go_on.wait()
+        return request.available[:1]
+
+    plugin = ScriptedPlugin("a", "b", "c")
+    plugin.on_prefer = slow
+    async with served(plugin, folder) as one, Peer(one.path) as peer, anyio.create_task_group() as group:
+        request = V1BETA1.PreferredAllocationRequest(
+            container_requests=[
+                {
+                    "available_device_ids": ["b", "a"],
+                    "must_include_device_ids": ["c"],
+                    "allocation_size": 1,
+                }
+            ]
+        )
+        group.start_soon(peer.call, peer.device.GetPreferredAllocation, request)
+        await asked.wait()
+        assert one.service.granted_lately() == {"a", "b", "c"}
+        go_on.set()
+        await eventually(lambda: one.service.granted_lately() == {"b"})
+
+
 async def test_allocation_carries_every_field(folder: Path) -> None:
     async def grant(ids: Sequence[str]) -> Allocation:
         return Allocation(

@@ -10,7 +10,7 @@ from grpclib.exceptions import GRPCError
 from agent.kit.tasks import Cell
 from agent.kubelet import service as service_module
 from agent.kubelet.service import GRANT_SECONDS, DevicePluginService
-from agent.kubelet.wire import Allocation, Refused
+from agent.kubelet.wire import Allocation, PreferenceRequest, Refused
 
 IDS = ["a", "b"]
 
@@ -30,11 +30,12 @@ class Plugin:
 class Stream:
     """A call of the kubelet, which takes its time to read the answer."""
 
-    def __init__(self, send: Callable[[], None]) -> None:
+    def __init__(self, send: Callable[[], None], request: object = IDS) -> None:
         self._send = send
+        self._request = request
 
     async def recv_message(self) -> Any:
-        return SimpleNamespace(containers=[IDS])
+        return SimpleNamespace(containers=[self._request])
 
     async def send_message(self, _: object) -> None:
         self._send()
@@ -60,7 +61,8 @@ async def test_a_grant_outlives_readings_that_began_before_its_answer_had_left(
             raise ConnectionResetError
 
     try:
-        await getattr(service, call)(Stream(send))
+        request = PreferenceRequest(tuple(IDS), (), len(IDS)) if call == "_preferred" else IDS
+        await getattr(service, call)(Stream(send, request))
     except ConnectionResetError:
         assert lost  # whether the kubelet has read it is not known
     assert during == [set(IDS)]
