@@ -122,8 +122,8 @@ class ResourcePlugin(Protocol):
 T_co = TypeVar("T_co", covariant=True)
 
 # A connection remembers why its last calls were closed, for frames of them that come late. By default
-# those are 65,536, which take 11 MiB for each connection of the agent's life.
-H2Connection.MAX_CLOSED_STREAMS = 1024
+# those are 65,536, which take 11 MiB for each connection of the agent's life. A kubelet makes few at a time.
+H2Connection.MAX_CLOSED_STREAMS = 128
 # h2 describes each frame that it receives, all of its bytes in hexadecimal, for a logger that drops the text:
 # a third of the processor time of a long list.
 Frame.__repr__ = object.__repr__  # type: ignore[method-assign]

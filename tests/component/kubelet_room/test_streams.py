@@ -13,6 +13,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import grpc
 import pytest
+from h2.connection import H2Connection
 
 from agent.kubelet import grpc_server as server_module
 from agent.kubelet import service as service_module
@@ -239,6 +240,14 @@ async def test_two_hundred_kubelets_listen_and_leave(folder: Path) -> None:
         grpclibs = one.server._server
         assert grpclibs is not None
         assert len(grpclibs._handlers) < 5
+
+
+async def test_calls_that_are_over_are_forgotten(folder: Path) -> None:
+    async with served(ScriptedPlugin("a"), folder) as one, Peer(one.path) as peer:
+        for _ in range(200):
+            await peer.allocate("a")
+        remembered = [len(each._closed_streams) for each in gc.get_objects() if type(each) is H2Connection]
+        assert 0 < max(remembered) <= 128
 
 
 async def test_ten_thousand_lists_leave_no_trace(folder: Path) -> None:
