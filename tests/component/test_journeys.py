@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Files of `agent/` on the way of a request, all that it causes counted; what happens meanwhile adds none.
+# Of an Xid the probe that it causes (`inventory/prober.py`) is counted where it comes in time.
 # What should be reached: pair 25, scrape 25, resize 30, Xid 40, label 50.
-MOST = {"pair": 29, "scrape": 30, "resize": 42, "Xid": 47, "label": 59}
+MOST = {"pair": 29, "scrape": 30, "resize": 42, "Xid": 48, "label": 59}
 
 
 def _files() -> dict[str, list[str]]:
