@@ -76,23 +76,24 @@ class SingleResource(ABC):
         chosen = list(dict.fromkeys(request.must_include))
         offered = set(request.available).difference(chosen)
         taken, _ = await self._taken(offered)
-        free = [text for text in dict.fromkeys(request.available) if text in offered and text not in taken]
-        if taken and len(chosen) + len(free) < request.size:
+        gone = self._unlisted(offered)
+        left = offered.difference(taken, gone)
+        if taken and len(chosen) + len(left) < request.size:
             taken = await self._confirmed(taken)
-            left = offered.difference(taken)
+            gone = self._unlisted(offered)
+            left = offered.difference(taken, gone)
             if len(chosen) + len(left) < request.size:
-                left |= offered & self._lost_by_the_asking(request.size)
-            free = [text for text in dict.fromkeys(request.available) if text in left]
-            if len(chosen) + len(free) < request.size:
-                raise self._held_already(taken)
+                left |= (offered - gone) & self._lost_by_the_asking(request.size)
+        if (taken or gone) and len(chosen) + len(left) < request.size:
+            raise self._no_longer_offered(gone) if gone else self._held_already(taken)
+        free = [text for text in dict.fromkeys(request.available) if text in left]
         return self._chosen(free, chosen, request.size)
 
     async def allocate(self, ids: Sequence[str]) -> Allocation:
         """Refuses unknown, foreign and unhealthy ones; nothing changes then."""
         if len(set(ids)) < len(ids):
             raise Refused(f"the same device ID of {self.resource} stands twice among those asked for")
-        for device_id in ids:
-            self._sold(device_id)
+        self._still_sold(ids)
         taken, record = await self._taken(ids)
         refused = {text: held for text, held in taken.items() if not self._inherited(held, record)}
         if refused and (confirmed := await self._confirmed(refused)):
@@ -100,10 +101,38 @@ class SingleResource(ABC):
             if others := {text: held for text, held in confirmed.items() if text not in again}:
                 raise self._held_already(others)
         # Once more: while the kubelet was asked a GPU may have changed its mode or fallen ill.
-        for device_id in ids:
-            self._sold(device_id)
+        self._still_sold(ids)
         self._granted |= dict.fromkeys(ids, monotonic())
         return self._given(ids)
+
+    def _still_sold(self, ids: Sequence[str]) -> None:
+        """Raises Refused: one of these is not to be handed out."""
+        for device_id in ids:
+            self._sold(device_id)
+        if gone := self._unlisted(ids):
+            raise self._no_longer_offered(gone)
+
+    def _unlisted(self, ids: Collection[str]) -> frozenset[str]:
+        """Those of `ids` that stand on the list no more: their GPU is closed, and nobody holds them.
+
+        A kubelet that is given one ends by a nil pointer: it looks the device up after the call
+        (`manager.go`, `allocateContainerResources`), and may have taken in the shorter list by then.
+        """
+        modes = self._modes.value
+        closed = frozenset(
+            text
+            for state in self._inventory.value.gpus
+            if not ((mode := modes.of(state.uuid)).offered or mode.leaving)
+            for text in self._ids(state, mode)
+        ).intersection(ids)
+        return closed - self._held() if closed else closed
+
+    def _no_longer_offered(self, gone: Collection[str]) -> Refused:
+        return Refused(
+            f"device ID {min(gone)} of {self.resource} is not offered any more: its GPU changes its mode or "
+            "is withheld; create the pod again",
+            Reason.UNAVAILABLE,
+        )
 
     async def pre_start(self, ids: Sequence[str]) -> None:  # noqa: B027
         """Nothing to do: not asked for."""

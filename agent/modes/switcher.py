@@ -195,6 +195,8 @@ class ModeSwitcher:
             holders = await self._holders(plan)
             if holders is None:
                 return self._kubelet_is_away(desired, plan)
+            if self._closing:
+                return IDLE_SECONDS  # what was closed for the stop came after this reading
             waiting = self._look(plan.targets, holders) or busy
             missing = uncounted(holders, self.assignment.value)
         await self._offer_ready_ones()
@@ -278,7 +280,12 @@ class ModeSwitcher:
         }
         # No list has anything of a device of DRA, whose taint keeps claims away.
         closing = {uuid: state for uuid, state in closing.items() if not state.dra}
-        self._change({uuid: state for uuid, state in after.items() if uuid not in closing})
+        at_once = {uuid: state for uuid, state in after.items() if uuid not in closing}
+        closed = {uuid for uuid, state in at_once.items() if state.stage is ModeStage.CLOSING}
+        closed = {uuid for uuid in closed if self._states[uuid].stage is ModeStage.OFFERED}
+        self._change(at_once)
+        if closed:
+            await self._delivered()
         if not closing:
             return
 
@@ -293,6 +300,7 @@ class ModeSwitcher:
                 group.start_soon(follow, partial(self._close_used, targets), *self._looks)
                 await self._announcer.withdraw(ahead, publish)
                 group.cancel_scope.cancel()
+            await self._delivered()  # of what was closed since
         else:
             await publish()
 
@@ -352,7 +360,8 @@ class ModeSwitcher:
         if any(state.stage is ModeStage.READY for state in self._states.values()):
             # IDs that left the old mode's list a moment ago must be gone there before they stand in another.
             await self._delivered()
-            self._change({uuid: transition.offered(state) for uuid, state in self._states.items()})
+            if not self._closing:
+                self._change({uuid: transition.offered(state) for uuid, state in self._states.items()})
 
     def _came(self, uuid: str, outcome: Outcome) -> None:
         """A task of a GPU is over."""

@@ -96,7 +96,7 @@ class PgpuPlugin(SingleResource):
             raise Refused(
                 f"device ID {device_id} names no GPU of this node; the kubelet's list is out of date"
             )
-        # A GPU that drains still honours what the kubelet was admitting when its list changed.
+        # A GPU that closes still honours what the kubelet was admitting when its list changed.
         mode = self._modes.value.of(state.uuid)
         if device_id not in self._ids(state, mode):
             why = mode.reason or f"it is in mode {mode.mode.value}"

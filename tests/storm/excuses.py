@@ -129,6 +129,8 @@ class Excuses:
         `answered`: the agent was asked, and asks for what a mute watch does not show.
         """
         now, last = anyio.current_time(), self._last
+        # While the GPU changed its mode nothing else was to blame.
+        lasts = min(lasts, now - last.get(f"mode {uuid}", -LONG))
         names = ["agent", "kubelet", f"stream {mode.value}", f"gpu {uuid}", f"mode {uuid}"]
         if mode is not Mode.PGPU:
             names += ("calls", "records") if answered else SHARES

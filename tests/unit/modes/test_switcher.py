@@ -347,3 +347,44 @@ async def test_slow_reading_keeps_grants(monkeypatch: pytest.MonkeyPatch) -> Non
             await node.reach("vgpu")
         assert service.granted_lately() == frozenset()
         assert not service._granted
+
+
+@in_virtual_time
+async def test_nothing_is_concluded_of_a_withheld_gpu_before_its_list_has_left() -> None:
+    """The kubelet may be choosing it by the list that it has."""
+    kubelet, one = Kubelet(), gpu(0)
+    async with switching(one, kubelet=kubelet, first=Mode.PGPU) as node:
+        await node.reach("pgpu")
+        left = anyio.Event()
+        node.lists.delivered = left.wait  # type: ignore[method-assign]
+        kubelet.hold("theirs", "nvidia.com/gpu", f"{one.uuid}::3")
+        await anyio.sleep(DELIVER_SECONDS - 0.5)
+        assert node.assignment.value.of(one.uuid).leaving
+        left.set()
+        await anyio.sleep(0.5)
+        assert not node.assignment.value.of(one.uuid).leaving
+
+
+@in_virtual_time
+async def test_a_reading_from_before_the_stop_concludes_nothing() -> None:
+    """The stop closes GPUs, and they stay listed: the kubelet may be about to ask for one."""
+
+    class Slow(Kubelet):
+        seconds = 0.0
+
+        async def refresh(self) -> Record | None:
+            await anyio.sleep(self.seconds)
+            return await super().refresh()
+
+    kubelet, one, other = Slow(), gpu(0), gpu(1)
+    kubelet.hold("p", "nvidia.com/gpu", one.uuid)
+    async with switching(one, other, kubelet=kubelet, first=Mode.PGPU) as node:
+        await node.reach("pgpu", "pgpu")
+        kubelet.seconds = 1.0
+        node.want((Entry(("0",), Mode.VGPU), Entry(("1",), Mode.PGPU)))
+        await node.reach("pgpu-", "pgpu")
+        await anyio.sleep(0.5)
+        before = len(node.lists.history)
+        await node.switcher.close()
+        await anyio.sleep(5)
+        assert all(each.of(other.uuid).leaving for each in node.lists.history[before:])

@@ -17,7 +17,7 @@ from agent.kit.tasks import Cell
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.kubelet.wire import PreferenceRequest, Reason, Refused
 from agent.model.gpu import Gpu
-from agent.model.holding import Holding, Record
+from agent.model.holding import Holding, Record, Source
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.pod import Pod
 from agent.settings import Injection, Settings
@@ -221,10 +221,47 @@ async def test_a_gpu_of_another_mode_is_refused_with_the_reason() -> None:
     assert str(await parts.refusal("GPU-0")).endswith("now: MIG is on")
 
 
-async def test_a_draining_gpu_honours_what_was_being_admitted() -> None:
+async def test_a_closing_gpu_honours_what_was_being_admitted() -> None:
     parts = Parts(1)
-    parts.set_mode(0, GpuMode(Mode.PGPU, Offering.CLOSED))
+    parts.set_mode(0, GpuMode(Mode.PGPU, Offering.CLOSING))
     assert await parts.allocate("GPU-0") == "GPU-0"
+
+
+async def test_what_has_left_the_list_is_neither_preferred_nor_granted() -> None:
+    """A kubelet that has taken in the shorter list ends by a nil pointer when it is given such a device."""
+    parts, closed = Parts(2, replace(PGPU, replicas=3)), GpuMode(Mode.PGPU, Offering.CLOSED, replicas=3)
+    mine, *others = (f"GPU-0::r{number}" for number in range(3))
+    parts.hold(mine)
+    parts.set_mode(0, closed)
+    assert [name for name, *_ in parts.listed() if name.startswith("GPU-0")] == [mine]
+    assert str(await parts.refusal(others[0])).startswith(
+        f"device ID {others[0]} of nvidia.com/gpu is not off"
+    )
+    assert await parts.prefer([*others, "GPU-1::r0"], 1) == ["GPU-1::r0"]
+    assert await parts.prefer([mine, *others, "GPU-1::r0"], 1) == ["GPU-1::r0"]
+    for available in (others, [mine, *others]):
+        with pytest.raises(Refused, match="is not offered any more: its GPU changes its mode"):
+            await parts.prefer(available, 1)
+    # A later container of the pod has what its init container had.
+    parts.truth = Record(
+        (Holding("ns", "p", "c", RESOURCE, (mine,), source=Source.CHECKPOINT),), (("ns", "p", "d"),)
+    )
+    parts.cell.publish(replace(parts.truth, began=monotonic()))
+    assert await parts.allocate(mine) == "GPU-0"
+
+
+async def test_a_gpu_that_leaves_the_list_while_the_kubelet_is_asked_is_not_granted() -> None:
+    parts = Parts(2)
+    parts.hold("GPU-1")
+    look = parts.look
+
+    async def closes(deadline: float = 1.0) -> Record:
+        parts.truth = Record((), ())
+        parts.set_mode(1, GpuMode(Mode.PGPU, Offering.CLOSED))
+        return await look(deadline)
+
+    parts.look = closes  # type: ignore[method-assign]
+    assert "is not offered any more" in str(await parts.refusal("GPU-1"))
 
 
 @pytest.mark.parametrize(
