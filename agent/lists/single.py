@@ -113,19 +113,12 @@ class SingleResource(ABC):
             raise self._no_longer_offered(gone)
 
     def _unlisted(self, ids: Collection[str]) -> frozenset[str]:
-        """Those of `ids` that stand on the list no more: their GPU is closed, and nobody holds them.
+        """Those of `ids` that stand on the list no more, or never did.
 
         A kubelet that is given one ends by a nil pointer: it looks the device up after the call
         (`manager.go`, `allocateContainerResources`), and may have taken in the shorter list by then.
         """
-        modes = self._modes.value
-        closed = frozenset(
-            text
-            for state in self._inventory.value.gpus
-            if not ((mode := modes.of(state.uuid)).offered or mode.leaving)
-            for text in self._ids(state, mode)
-        ).intersection(ids)
-        return closed - self._held() if closed else closed
+        return frozenset(ids).difference(text for text, *_ in self._devices(self._modes.value))
 
     def _no_longer_offered(self, gone: Collection[str]) -> Refused:
         return Refused(

@@ -202,7 +202,7 @@ class Offering(Enum):
     # the kubelet is allocating it crashes kubelet 1.36 (nil dereference in its device manager).
     CLOSING = "closing"
     # IDs that are held stay listed, as Unhealthy, until their holder has ended; free ones have left the list.
-    # A pod that the kubelet was admitting at that moment still gets what is reserved for it: one more holder.
+    # Of a pair a pod that the kubelet was admitting at that moment still gets what is reserved for it.
     CLOSED = "closed"
 
 

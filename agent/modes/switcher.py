@@ -179,7 +179,7 @@ class ModeSwitcher:
         if new or refusing:
             holders = await self._holders(plan)
             if holders is None:
-                return self._kubelet_is_away(desired, plan)
+                return await self._kubelet_is_away(desired, plan)
             self._take_over(new, holders, plan.targets)
             self._draining = ()  # what was taken over says it from now on
             if refusing:
@@ -194,7 +194,7 @@ class ModeSwitcher:
         if any(self._states[uuid].stage in LEAVING for uuid in plan.targets):
             holders = await self._holders(plan)
             if holders is None:
-                return self._kubelet_is_away(desired, plan)
+                return await self._kubelet_is_away(desired, plan)
             if self._closing:
                 return IDLE_SECONDS  # what was closed for the stop came after this reading
             waiting = self._look(plan.targets, holders) or busy
@@ -241,8 +241,9 @@ class ModeSwitcher:
         had |= {state.mode for state in self._states.values()}
         return handed_out_here(pods.by_gpu, had)
 
-    def _kubelet_is_away(self, desired: Desired, plan: Plan) -> float:
+    async def _kubelet_is_away(self, desired: Desired, plan: Plan) -> float:
         self._close_used(plan.targets)
+        await self._delivered()
         self._show(
             Phase.SWITCHING, desired, f"waiting for the kubelet: {self._holdings.problem}", plan.targets
         )
@@ -270,27 +271,26 @@ class ModeSwitcher:
         """Set every GPU on its way to its target; GPUs that are offered are closed, the scheduler first."""
         after = {uuid: transition.wanted(self._states[uuid], target) for uuid, target in targets.items()}
         after |= self._tried_again(after)
-        closing = {
+        # No list has anything of a device of DRA, whose taint keeps claims away.
+        leaving = {
             uuid: state
             for uuid, state in after.items()
             if state.stage is ModeStage.CLOSING
             and self._states[uuid].stage is ModeStage.OFFERED
-            # What others use is handed out no more, not even to pods that are bound.
-            and uuid not in self._others
+            and not state.dra
         }
-        # No list has anything of a device of DRA, whose taint keeps claims away.
-        closing = {uuid: state for uuid, state in closing.items() if not state.dra}
-        at_once = {uuid: state for uuid, state in after.items() if uuid not in closing}
-        closed = {uuid for uuid, state in at_once.items() if state.stage is ModeStage.CLOSING}
-        closed = {uuid for uuid in closed if self._states[uuid].stage is ModeStage.OFFERED}
-        self._change(at_once)
-        if closed:
+        # What others use is handed out no more, not even to pods that are bound.
+        closing = {uuid: state for uuid, state in leaving.items() if uuid not in self._others}
+        self._change({uuid: state for uuid, state in after.items() if uuid not in closing})
+        if len(closing) < len(leaving):
             await self._delivered()
         if not closing:
             return
 
         async def publish() -> None:
-            self._change(closing)
+            # Not those that were closed meanwhile, since others came to be on them or the agent stops.
+            offered = (each for each in closing.items() if self._states[each[0]].stage is ModeStage.OFFERED)
+            self._change(dict(offered))
             await self._delivered()
 
         if self._announcer:

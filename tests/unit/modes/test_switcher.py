@@ -388,3 +388,56 @@ async def test_a_reading_from_before_the_stop_concludes_nothing() -> None:
         await node.switcher.close()
         await anyio.sleep(5)
         assert all(each.of(other.uuid).leaving for each in node.lists.history[before:])
+
+
+@in_virtual_time
+async def test_what_is_withheld_while_the_scheduler_is_told_is_not_offered_in_its_new_mode() -> None:
+    """The target that was computed before would say otherwise."""
+    one, strangers = gpu(0), Cell[dict[str, str]]({})
+    unexplained = SimpleNamespace(withheld=strangers)
+    async with switching(one, first=Mode.PGPU, unexplained=unexplained, announce=True) as node:
+        await node.reach("pgpu")
+        announcer = node.switcher._announcer
+        assert isinstance(announcer, Announcements)
+        served = announcer.served = anyio.Event()
+        node.want(Mode.VGPU)
+        await anyio.sleep(0.5)
+        strangers.publish({one.uuid: "process 7"})
+        await node.reach("pgpu-")
+        before = len(node.lists.history)
+        served.set()
+        await anyio.sleep(5)
+        assert node.modes() == ["off"]
+        assert Mode.VGPU not in {each.of(one.uuid).mode for each in node.lists.history[before:]}
+
+
+@in_virtual_time
+async def test_what_is_withheld_while_the_kubelet_is_asked_is_concluded_about_after_its_list() -> None:
+    one, other, strangers = gpu(0), gpu(1), Cell[dict[str, str]]({})
+
+    class Away(Kubelet):
+        away = False
+
+        async def refresh(self) -> Record | None:
+            if not self.away:
+                return await super().refresh()
+            self.away = False
+            strangers.publish({one.uuid: "process 7"})
+            await anyio.sleep(0.1)
+            return None
+
+    kubelet = Away()
+    kubelet.hold("p", "nvidia.com/gpu", other.uuid)
+    unexplained = SimpleNamespace(withheld=strangers)
+    async with switching(one, other, kubelet=kubelet, first=Mode.PGPU, unexplained=unexplained) as node:
+        await node.reach("pgpu", "pgpu")
+        node.want((Entry(("0",), Mode.PGPU), Entry(("1",), Mode.VGPU)))  # one drains: the kubelet is asked
+        await node.reach("pgpu", "pgpu-")
+        left = anyio.Event()
+        node.lists.delivered = left.wait  # type: ignore[method-assign]
+        kubelet.away = True
+        await node.reach("pgpu-", "pgpu-")
+        await anyio.sleep(DELIVER_SECONDS - 0.5)
+        assert node.assignment.value.of(one.uuid).leaving
+        left.set()
+        await node.reach("off", "pgpu-")

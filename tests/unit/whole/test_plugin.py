@@ -250,6 +250,14 @@ async def test_what_has_left_the_list_is_neither_preferred_nor_granted() -> None
     assert await parts.allocate(mine) == "GPU-0"
 
 
+@pytest.mark.parametrize("mode", [GpuMode(), GpuMode(Mode.VGPU), replace(PGPU, replicas=2)])
+async def test_a_gpu_that_has_left_altogether_is_not_preferred(mode: GpuMode) -> None:
+    """The kubelet chose it by the list that it had: another one is free."""
+    parts = Parts(2)
+    parts.set_mode(0, mode)
+    assert await parts.prefer(["GPU-0", "GPU-1"], 1) == ["GPU-1"]
+
+
 async def test_a_gpu_that_leaves_the_list_while_the_kubelet_is_asked_is_not_granted() -> None:
     parts = Parts(2)
     parts.hold("GPU-1")
