@@ -17,6 +17,7 @@ from agent.extender.eviction import victims_needed
 from agent.extender.gangs import NotRecorded
 from agent.extender.metrics import ExtenderMetrics
 from agent.extender.objects import WatchedPod, gang_of
+from agent.extender.pod_demand import PodDemand
 from agent.extender.simulation import simulated
 from agent.extender.verdicts import NOT_REACHED, Verdicts
 from agent.model.pod import Impossible
@@ -97,16 +98,7 @@ class Verbs:
             # who names other nodes, or none, takes nothing from it.
             former = serving.binder.gangs.node(uid) or ""
             serving.binder.gangs.release(uid)
-        fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
-        patience = math.ceil(self._looks_left() / 2) if asked.names else 0
-        # Where nodes were not reached the next attempt goes on: a second look would double the work of this.
-        while not fitting and NOT_REACHED not in refused.values() and patience and self._looks_left() >= 1:
-            patience, self._looks = patience - 1, self._looks - 1
-            await anyio.sleep(LAG_SECONDS)
-            if self._serving() is not serving:
-                # A refusal, by a ledger that hears nothing any more, would keep the pod from the next leader.
-                raise Unready("this extender leads no more, or its ledger is not complete now; try again")
-            fitting, refused = await serving.verdicts.judge(wanted.demand, asked.names)
+        fitting, refused = await self._judged(serving, wanted.demand, asked.names)
         if gang:
             if not fitting and asked.names:
                 serving.binder.gangs.refuse(gang)
@@ -119,6 +111,22 @@ class Verbs:
                 # Bound by a next leader that knows nothing of it, its gang might be left half bound.
                 raise Unready(f"what is kept for the pod's gang could not be recorded: {error}") from error
         return scheduler_protocol.filtered(asked, fitting, refused), "ok" if fitting else "nowhere"
+
+    async def _judged(
+        self, serving: ServingState, demand: PodDemand, names: Sequence[str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """Nodes that fit, and why others do not; a refusal is looked at again. Raises Unready."""
+        fitting, refused = await serving.verdicts.judge(demand, names)
+        patience = math.ceil(self._looks_left() / 2) if names else 0
+        # Where nodes were not reached the next attempt goes on: a second look would double the work of this.
+        while not fitting and NOT_REACHED not in refused.values() and patience and self._looks_left() >= 1:
+            patience, self._looks = patience - 1, self._looks - 1
+            await anyio.sleep(LAG_SECONDS)
+            if self._serving() is not serving:
+                # A refusal, by a ledger that hears nothing any more, would keep the pod from the next leader.
+                raise Unready("this extender leads no more, or its ledger is not complete now; try again")
+            fitting, refused = await serving.verdicts.judge(demand, names)
+        return fitting, refused
 
     def _looks_left(self) -> float:
         now = anyio.current_time()

@@ -289,8 +289,8 @@ class ModeSwitcher:
 
         async def publish() -> None:
             # Not those that were closed meanwhile, since others came to be on them or the agent stops.
-            offered = (each for each in closing.items() if self._states[each[0]].stage is ModeStage.OFFERED)
-            self._change(dict(offered))
+            offered = {uuid for uuid, state in self._states.items() if state.stage is ModeStage.OFFERED}
+            self._change({uuid: state for uuid, state in closing.items() if uuid in offered})
             await self._delivered()
 
         if self._announcer:

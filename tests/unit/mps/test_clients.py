@@ -95,6 +95,12 @@ class Scene:
     def pod(self, number: int, dies_at: dt.datetime | None = None, grace: float | None = None) -> None:
         self.pods.append(PodFacts(uid(number), "default", f"p{number}", dies_at, grace))
 
+    async def deletes_its_pod(self, skew: int) -> None:
+        """Once it was seen, by an API server whose clock is off by so many seconds; 3 s of grace are left."""
+        await _until(lambda: self.watch._staying == {uid(1)})
+        del self.pods[:]
+        self.pod(1, dt.datetime.now(dt.UTC) + dt.timedelta(seconds=skew), grace=3.0)
+
     def process(self, pid: int, pod: int | None, root: bool = False) -> None:
         folder = self._proc / str(pid)
         folder.mkdir()
@@ -256,9 +262,7 @@ async def test_grace_is_counted_before_a_daemon_is_taken_up(tmp_path: Path, know
     scene.process(101, 1)
     async with anyio.create_task_group() as group:
         group.start_soon(scene.watch.run)
-        await _until(lambda: scene.watch._staying == {uid(1)})
-        del scene.pods[:]
-        scene.pod(1, dt.datetime.now(dt.UTC) - dt.timedelta(hours=1), grace=3.0)
+        await scene.deletes_its_pod(-3600)
         scene.watch.holdings.publish(record)
         await _until(lambda: not scene.watch._staying)
         scene.statuses.publish(daemons)
@@ -312,9 +316,7 @@ async def test_the_grace_period_is_counted_as_the_kubelet_does(tmp_path: Path, s
     scene.process(101, 1)
     async with anyio.create_task_group() as group:
         group.start_soon(scene.watch.run)
-        await _until(lambda: scene.watch._staying == {uid(1)})
-        del scene.pods[:]
-        scene.pod(1, dt.datetime.now(dt.UTC) + dt.timedelta(seconds=skew), grace=3.0)
+        await scene.deletes_its_pod(skew)
         deleted = anyio.current_time()
         await _until(lambda: scene.control.terminated)
         assert anyio.current_time() - deleted >= 3.0 - module.TERMINATE_BEFORE_SECONDS

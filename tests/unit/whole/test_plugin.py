@@ -234,9 +234,8 @@ async def test_what_has_left_the_list_is_neither_preferred_nor_granted() -> None
     parts.hold(mine)
     parts.set_mode(0, closed)
     assert [name for name, *_ in parts.listed() if name.startswith("GPU-0")] == [mine]
-    assert str(await parts.refusal(others[0])).startswith(
-        f"device ID {others[0]} of nvidia.com/gpu is not off"
-    )
+    expected = f"device ID {others[0]} of nvidia.com/gpu is not offered any more"
+    assert str(await parts.refusal(others[0])).startswith(expected)
     assert await parts.prefer([*others, "GPU-1::r0"], 1) == ["GPU-1::r0"]
     assert await parts.prefer([mine, *others, "GPU-1::r0"], 1) == ["GPU-1::r0"]
     for available in (others, [mine, *others]):
