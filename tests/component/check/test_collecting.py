@@ -65,15 +65,15 @@ async def test_all_nodes_answer(codes: tuple[int, int], result: int) -> None:
 
 async def test_a_node_that_does_not_answer_is_named_with_its_reason() -> None:
     waiting = pod("n2", {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}})
-    code, said = await collected(0.3, [wanted(2)], page("1", ended("n1", 0), waiting))
+    code, said = await collected(1.5, [wanted(2)], page("1", ended("n1", 0), waiting))
     assert code == WRONG
-    assert "n2: has not answered within 0.3 s: ImagePullBackOff: no such image" in said
+    assert "n2: has not answered within 1.5 s: ImagePullBackOff: no such image" in said
     assert "1 of 2" in said
 
 
 async def test_pods_of_a_daemonset_before_do_not_count() -> None:
     old = pod("n1", {"state": {"terminated": {"exitCode": 0, "message": "old"}}}, owner="v")
-    code, said = await collected(0.3, [wanted(1)], page("1", old))
+    code, said = await collected(1.5, [wanted(1)], page("1", old))
     assert code == WRONG
     assert "old" not in said
 

@@ -26,6 +26,7 @@ async def serving(program: Program, run: Path) -> AsyncIterator[Daemon]:
     bench = Bench(run, program)
     # The supervisor sets a changed percentage back with its next probe.
     daemon = bench.daemon(options=replace(OPTIONS, probe_seconds=600))
+    daemon.control._deadline = scaled(2.0)
     async with bench.kept(daemon):
         await reached(daemon, DaemonState.SERVING)
         yield daemon
