@@ -46,7 +46,7 @@ class MigPlugin(SingleResource):
         self._of_all = of_all
         self._leaving = leaving
         self._handed: dict[str, float] = {}  # when each ID was handed out last, by the monotonic clock
-        self._seen: dict[str, tuple[str, float]] = {}  # GPU of each ID, and when the driver listed it last
+        self._seen: dict[str, tuple[str, float]] = {}  # GPU of each ID; since when it is gone, or inf
         self.lists = Cell(self._encoded(modes.value))
 
     async def run(self) -> None:
@@ -56,11 +56,11 @@ class MigPlugin(SingleResource):
         if mode.mode is not Mode.MIG:
             return ()
         now, there = monotonic(), [each.uuid for each in state.gpu.instances if self._sells(each)]
-        self._seen |= dict.fromkeys(there, (state.uuid, now))
-        held = self._held()
+        self._seen |= dict.fromkeys(there, (state.uuid, inf))
         gone = [uuid for uuid, (gpu, _) in self._seen.items() if gpu == state.uuid and uuid not in there]
         for uuid in gone:
-            if uuid not in held and now - self._seen[uuid][1] > LINGER_SECONDS:
+            self._seen[uuid] = state.uuid, (since := min(self._seen[uuid][1], now))
+            if now - since > LINGER_SECONDS and uuid not in self._held():
                 del self._seen[uuid]
         return [*there, *(uuid for uuid in gone if uuid in self._seen)]
 

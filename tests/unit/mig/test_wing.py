@@ -19,7 +19,7 @@ from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.configuration import ConfigurationError
 from agent.kit.tasks import Cell
 from agent.kubelet.wire import PreferenceRequest, Refused
-from agent.mig.plugin import resource_of
+from agent.mig.plugin import LINGER_SECONDS, resource_of
 from agent.mig.wing import MigWing
 from agent.model.gpu import Driver, Gpu, Instance
 from agent.model.health import HEALTHY, HealthState
@@ -109,6 +109,21 @@ def test_one_that_was_destroyed_stays_listed_while_it_is_held(monkeypatch: pytes
     monkeypatch.setattr("agent.mig.plugin.LINGER_SECONDS", -1)
     assert bench.listed(SMALL) == {"MIG-0-1": "Unhealthy"}
     bench.node.holdings.cell.publish(Record((), (), began=2.0))
+    assert bench.listed(SMALL) == {}
+
+
+def test_one_that_was_destroyed_stays_listed_for_a_while_from_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long nobody had looked before: the kubelet may be allocating it at that moment."""
+    now = [100.0]
+    monkeypatch.setattr("agent.mig.plugin.monotonic", lambda: now[0])
+    bench = Bench(parted(0, instance(0, 1)))
+    assert bench.listed(SMALL) == {"MIG-0-1": "Healthy"}
+    now[0] += 3600
+    bench.snapshot.publish(snapshot_of(parted(0)))
+    assert bench.listed(SMALL) == {"MIG-0-1": "Unhealthy"}
+    now[0] += LINGER_SECONDS
+    assert bench.listed(SMALL) == {"MIG-0-1": "Unhealthy"}
+    now[0] += 1
     assert bench.listed(SMALL) == {}
 
 
