@@ -58,7 +58,9 @@ class ModeState:
     def listed(self) -> GpuMode:
         """As what the plugins list it."""
         if self.claimed:
-            return GpuMode(self.mode, self.target.offering, self.target.reason or self.failure, dra=True)
+            # What ends serves no claim that comes meanwhile, though it be of the same mode.
+            mode = UNCLAIMED if self.stage is ModeStage.TEARING_DOWN else self.mode
+            return GpuMode(mode, self.target.offering, self.target.reason or self.failure, dra=True)
         if self.mode is Mode.OFF:
             if self.target.mode is Mode.OFF:
                 return GpuMode(reason=self.target.reason, refused=self.target.refused)

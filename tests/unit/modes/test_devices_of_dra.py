@@ -57,6 +57,16 @@ def test_claims_choose_while_the_device_stays_offered(before: GpuMode, after: Gp
         assert any((each.stage, each.running) == (ModeStage.TEARING_DOWN, SHARES) for each in seen)
 
 
+def test_a_claim_waits_for_the_end_of_what_is_being_torn_down() -> None:
+    """Storm 8500036: its daemon ended under it, and then the GPU went to another mode."""
+    ending = wanted(at(SHARED), FREE)
+    again = wanted(ending, SHARED)
+    for state in (ending, again):
+        assert (state.stage, state.listed) == (ModeStage.TEARING_DOWN, FREE)
+    assert transition.torn_down(again).listed == FREE
+    assert settled(again) == at(SHARED)
+
+
 @pytest.mark.parametrize("after", [FREE, WHOLE])
 def test_a_set_up_that_nobody_wants_any_more_is_torn_down(after: GpuMode) -> None:
     state = wanted(at(FREE), SHARED)
