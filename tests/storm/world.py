@@ -17,6 +17,7 @@ from aiohttp import web
 from anyio.abc import TaskGroup
 
 from agent.app.agent import Agent
+from agent.mig.made import NAME as INSTANCES
 from agent.model.resource_claim import DRIVER, WORDS
 from agent.modes.desired import LABEL
 from agent.node.capacity import TAINT
@@ -249,6 +250,8 @@ class World:
             self.kubelet._machine.containers.reboot()
             self.machine.reboot()
             self.parts.booted()
+            # It is believed for one boot, and that of the machine of the tests goes on.
+            (self.folder / "state" / INSTANCES).unlink(missing_ok=True)
             shutil.rmtree(self.folder / "run", ignore_errors=True)
 
         async def start() -> None:
