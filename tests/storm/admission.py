@@ -139,7 +139,8 @@ class Judged:
         modes = {
             uuid: mode
             for uuid, mode in self._modes.items()
-            if not (strict and self._reached(uuid, mode)) and not (well and not self._excuses.applies(uuid))
+            if not (strict and self._reached(uuid, mode, used))
+            and not (well and not self._excuses.applies(uuid))
         }
         if GPU in limits:
             if strict and self._forgotten(GPU):
@@ -159,19 +160,24 @@ class Judged:
                 return self._fits_one(pair, limits, [self._room(pair, each, used) for each in gpus])
         return False
 
-    def _reached(self, uuid: str, mode: Mode) -> bool:
+    def _reached(self, uuid: str, mode: Mode, used: Used) -> bool:
         excuses = self._excuses
         # The agent chooses among what it is offered: what its lists lack it learns too late, asked or not.
-        answered = self._answered and self._was_offered(uuid, mode)
+        answered = self._answered and self._was_offered(uuid, mode, used)
         if not excuses.applies(uuid) or excuses.of(uuid, mode, answered=answered) is not None:
             return True
         # Whole GPUs that were handed out before are handed out again by a reading alone.
         return (self._unread and excuses.records_are_away()) or (self._kept and excuses.calls_fail())
 
-    def _was_offered(self, uuid: str, mode: Mode) -> bool:
-        pair = MPS if mode is Mode.MPS else VGPU
-        wanted = {pair.core, pair.memory} & (self._wants or {}).keys()
-        return all(any(each.startswith(uuid) for each in self._listed.get(name, ())) for name in wanted)
+    def _was_offered(self, uuid: str, mode: Mode, used: Used) -> bool:
+        pair, wants, taken = MPS if mode is Mode.MPS else VGPU, self._wants or Counter(), used.get(uuid)
+        units = {pair.core: pair.core_unit, pair.memory: pair.memory_unit}
+        free = {
+            name: sum(each.startswith(uuid) for each in self._listed.get(name, ()))
+            - (taken[unit] if taken else 0)
+            for name, unit in units.items()
+        }
+        return all(free[name] >= max(wants[name], 1) for name in units if name in wants)
 
     def _forgotten(self, resource: str) -> bool:
         """Whether the kubelet offers what it knows to be held (`acts.kubelets.forget`)."""
