@@ -126,7 +126,8 @@ class Judged:
         agent = world.running
         # One that is closed, or a device of DRA, is nobody's to be given: `offers.py` looks if it should be.
         offered = [one for one in agent.switcher.state.value.gpus if one.active.offered] if agent else []
-        self._modes = {one.uuid: one.active.mode for one in offered}
+        begun = _begun_on(world, pod)
+        self._modes = {one.uuid: one.active.mode for one in offered if not begun or one.uuid in begun}
         self._wants = _needs(pod.spec)
         self._known = agent is not None and agent.cluster is not None and pod.api_uid in _pods_known(agent)
         self._grown = grown_units(agent)
@@ -230,6 +231,19 @@ def _runs_without(life: Life, resource: str) -> bool:
         if pod.admitted or pod.phase is Phase.RUNNING
         for each in pod.spec.containers
     )
+
+
+def _begun_on(world: World, pod: Pod) -> Collection[str]:
+    """The GPUs of a pod's plain init container, whose units the kubelet gives to the next one first."""
+    plain = {each.name for each in pod.spec.init_containers if not each.restartable}
+    life = world.kubelet._life
+    entries = life.devices.tables.pods.entries() if life and plain else ()
+    return {
+        gpu
+        for uid, container, resource, allocation in entries
+        if uid == pod.uid and container in plain and resource in OURS
+        for gpu, _ in _counts(tuple(allocation.by_numa.values()))
+    }
 
 
 def _containers(spec: PodSpec) -> tuple[ContainerSpec, ...]:
