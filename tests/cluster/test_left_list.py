@@ -1,8 +1,8 @@
-"""What the kubelet does with a device that leaves its list while it is being handed out: it ends.
+"""A device that leaves its list while it is being handed out ends the real kubelet.
 
-Therefore the agent keeps on its lists, as Unhealthy, what it may be granting. The kubelet looks a device up
-after the call, without a check (pkg/kubelet/cm/devicemanager/manager.go): should a newer one check, the first
-test here fails, and tells that the rule may go.
+Therefore the agent keeps on its lists, as Unhealthy, all that it may be granting. The kubelet looks a device
+up after the call, without a check (pkg/kubelet/cm/devicemanager/manager.go): should a newer one check, the
+first test here fails, and the rule may go.
 """
 
 from collections.abc import Iterator
