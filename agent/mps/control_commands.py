@@ -105,6 +105,8 @@ MOST_BYTES = 1 << 20
 # Python ignores both; programs expect otherwise.
 _DEFAULT_AGAIN = (signal.SIGPIPE, signal.SIGXFSZ)
 SESSIONS: set[int] = set()  # PIDs of our own sessions that are under way
+MOST_LEFT = 4  # sessions of one daemon that outlive their kill, as in a driver that hangs; then none is begun
+_left: dict[int, str] = {}  # those of all daemons, by PID: the pipe folder of the daemon
 QUESTION = "get_default_active_thread_percentage"
 
 
@@ -315,8 +317,13 @@ async def session(
 
     Bound it with a cancel scope: a program that is not over by then is killed. Both `text` and the error
     output must fit into a pipe, 64 KiB. Of the output the first MiB counts, the rest is read and dropped.
-    Raises OSError where the program cannot be run.
+    Raises OSError where the program cannot be run, Unanswered where too many do not end.
     """
+    pipe_folder = environment.get(PIPE_DIRECTORY, "")
+    if (left := _not_ended(pipe_folder)) >= MOST_LEFT:
+        raise Unanswered(
+            f"{left} sessions with the MPS control daemon on {pipe_folder} do not end when killed"
+        )
     opened: list[int] = []
 
     def pipe() -> tuple[int, int]:
@@ -330,7 +337,7 @@ async def session(
         os.write(text_end, text.encode())
         call = partial(_spawned, program, environment, (stdin, out_end, errors_end))
         pid = await anyio.to_thread.run_sync(_from, inside, call) if inside else call()
-        async with _reaped(pid) as ended:
+        async with _reaped(pid, pipe_folder) as ended:
             for end in (stdin, text_end, out_end, errors_end):
                 opened.remove(end)
                 os.close(end)
@@ -381,8 +388,8 @@ def _from(inside: Inside, call: Callable[[], int]) -> int:
 
 
 @asynccontextmanager
-async def _reaped(pid: int) -> AsyncIterator[int]:
-    """A descriptor that is readable once the child has ended; leaves neither process nor zombie."""
+async def _reaped(pid: int, pipe_folder: str) -> AsyncIterator[int]:
+    """A descriptor that is readable once the child has ended; what does not end when killed is in `_left`."""
     descriptor = os.pidfd_open(pid)
     SESSIONS.add(pid)
     try:
@@ -393,8 +400,17 @@ async def _reaped(pid: int) -> AsyncIterator[int]:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             with anyio.move_on_after(KILLED_SECONDS, shield=True):
                 await anyio.wait_readable(descriptor)
-            os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222  as above
+            _left[pid] = pipe_folder
+            _not_ended(pipe_folder)
         os.close(descriptor)
+
+
+def _not_ended(pipe_folder: str) -> int:
+    """Reap what has ended of `_left`; how many of a daemon's have not."""
+    for pid in tuple(_left):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            del _left[pid]
+    return sum(each == pipe_folder for each in _left.values())
 
 
 async def _all(descriptor: int) -> str:

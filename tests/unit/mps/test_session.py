@@ -1,13 +1,16 @@
 """One run of a program: its words, its end, and nothing of it left."""
 
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import pytest
 
+from agent.mps import control_commands
 from agent.mps.control_commands import MOST_BYTES, session
+from agent.mps.mps_errors import Unanswered
 
 
 def script(folder: Path, text: str) -> Path:
@@ -64,6 +67,30 @@ async def test_a_program_that_hangs_is_killed_and_reaped(tmp_path: Path) -> None
         await session(program, "", {"PATH": os.defpath})
     assert scope.cancelled_caught
     assert open_now() <= before
+
+
+async def test_what_outlives_its_kill_is_bounded_and_reaped_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, environment = script(tmp_path, "exec sleep 60"), {"PATH": os.defpath}
+    before = open_now()
+    with monkeypatch.context() as patch:  # as in a system call of a driver that hangs
+        patch.setattr(control_commands, "KILLED_SECONDS", 0.01)
+        patch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+        for _ in range(control_commands.MOST_LEFT):
+            with anyio.move_on_after(0.05):
+                await session(program, "", environment)
+        with pytest.raises(Unanswered, match=r"4 sessions .* do not end"):
+            await session(program, "", environment)
+    left = open_now() - before
+    assert len(left) == control_commands.MOST_LEFT
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    script(tmp_path, "exit 0")
+    with anyio.fail_after(30):
+        while open_now() - before:
+            with suppress(Unanswered):
+                await session(program, "", environment)
 
 
 async def test_signals_are_as_programs_expect_them(tmp_path: Path) -> None:
