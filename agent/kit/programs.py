@@ -1,5 +1,6 @@
 """One run of somebody else's program: bounded in time and in output, in a process group of its own."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from anyio.abc import ByteReceiveStream, Process
 
 KILLED_SECONDS = 5.0  # a busy machine takes a while to close the pipes of what was killed
 LONGEST_ERRORS = 64 << 10  # the rest is read and dropped
+MOST_LEFT = 16  # processes that do not end when killed, as in a driver that hangs; then none is started
+_left: dict[tuple[str, ...], Process] = {}  # by command
 
 
 class OutputTooLong(Exception):
@@ -39,13 +42,18 @@ async def run(
     """Run `command` to its end; `most_bytes` bounds its output, 64 KiB are kept of its error output.
 
     Whatever is left of its process group is killed when this call is cancelled or fails. Raises OSError
-    where it cannot be started, TimeoutError after `seconds`, OutputTooLong.
+    where it cannot be started, also while an earlier one that was killed has not ended; TimeoutError after
+    `seconds`, OutputTooLong.
     """
-    process = await start(command, environment=environment, stdin=bool(stdin), session=True)
+    for ended in [key for key, earlier in _left.items() if earlier.returncode is not None]:
+        del _left[ended]
+    if (key := tuple(command)) in _left or len(_left) >= MOST_LEFT:
+        raise OSError(errno.EBUSY, "what was started before does not end when killed")
+    process = await _start(command, environment, stdin=bool(stdin))
     finished = False
     try:
         with anyio.fail_after(seconds):
-            result = await talk(process, stdin, most_bytes)
+            result = await _talk(process, stdin, most_bytes)
         finished = True
         return result
     finally:
@@ -56,6 +64,8 @@ async def run(
                 await _read_on(process)
             await process.wait()
             await process.aclose()
+        if process.returncode is None:
+            _left[key] = process
 
 
 async def _read_on(process: Process) -> None:
@@ -67,10 +77,8 @@ async def _read_on(process: Process) -> None:
                     pass
 
 
-async def start(
-    command: Sequence[str], *, environment: Mapping[str, str], stdin: bool = False, session: bool = False
-) -> Process:
-    """Start a program, whole or not at all. `session`: in one of its own. Raises OSError.
+async def _start(command: Sequence[str], environment: Mapping[str, str], *, stdin: bool) -> Process:
+    """Start a program, whole or not at all. Raises OSError.
 
     A start that is cancelled leaves the pipes open: asyncio connects them in a task of its own.
     """
@@ -80,12 +88,12 @@ async def start(
             stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             env=environment,
             cwd="/",
-            start_new_session=session,
+            start_new_session=True,
         )
     return process  # noqa: RET504  mypy takes the scope for one that may end the function
 
 
-async def talk(process: Process, stdin: bytes, most_bytes: int) -> Finished:
+async def _talk(process: Process, stdin: bytes, most_bytes: int) -> Finished:
     """Write and read until the program has ended, as `run` says. Raises OutputTooLong."""
     output, errors = process.stdout, process.stderr
     assert output is not None

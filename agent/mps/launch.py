@@ -133,14 +133,15 @@ def exposed(pid: int, folders: Directories) -> bool:
 async def _run(order: Mapping[str, object]) -> tuple[int | None, str, str]:
     # -I and -S: nothing of the environment or of installed packages is read, which halves the start.
     command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(order)]
-    with anyio.move_on_after(START_SECONDS):
-        try:
-            async with await programs.start(command, environment={}) as process:
-                done = await programs.talk(process, b"", MOST_OUTPUT_BYTES)
-        except programs.OutputTooLong as error:
-            return None, "", str(error)
-        return done.code, done.output.decode(errors="replace"), " ".join(done.errors.split())
-    return None, "", f"it did not go into the background within {START_SECONDS:g} s"
+    try:
+        done = await programs.run(
+            command, environment={}, seconds=START_SECONDS, most_bytes=MOST_OUTPUT_BYTES
+        )
+    except TimeoutError:
+        return None, "", f"it did not go into the background within {START_SECONDS:g} s"
+    except programs.OutputTooLong as error:
+        return None, "", str(error)
+    return done.code, done.output.decode(errors="replace"), " ".join(done.errors.split())
 
 
 def _problems(out: str) -> Mapping[str, str]:

@@ -1,10 +1,10 @@
 """Starts a control daemon so that it outlives the process that starts it. Run as a program.
 
-Argument: an order as JSON. In turn: a session of its own, a cgroup of its own in every hierarchy (what ends
-a container kills what is in its cgroup), a private mount namespace in which the GPU's shared-memory folder
-is /dev/shm and a folder that no pod sees lies over the pipe folder, the driver's root, and the program, which
-goes into the background by itself. Its exit code is this program's. Standard output gets one line of JSON
-first: what could not be had, by name.
+Argument: an order as JSON. It leads a session of its own already (`agent.kit.programs`). In turn: a cgroup of
+its own in every hierarchy (what ends a container kills what is in its cgroup), a private mount namespace in
+which the GPU's shared-memory folder is /dev/shm and a folder that no pod sees lies over the pipe folder, the
+driver's root, and the program, which goes into the background by itself. Its exit code is this program's.
+Standard output gets one line of JSON first: what could not be had, by name.
 """
 
 # pathlib takes longer to import than all the rest of this.
@@ -28,7 +28,6 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108  where libcuda looks
 
 def main(order: dict[str, Any]) -> None:
     """Start the daemon as ordered; never returns."""
-    os.setsid()
     problems: dict[str, str] = {}
     for folder in order["cgroups"]:
         try:

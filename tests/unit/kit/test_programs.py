@@ -1,6 +1,9 @@
 """Programs of others are bounded in time and output, and nothing of theirs stays behind."""
 
 import gc
+import os
+import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -64,6 +67,33 @@ async def test_the_pipes_of_what_was_killed_are_closed_on_return() -> None:
         with pytest.raises(TimeoutError):
             await run(_shell("sleep 600 & wait"), environment=ENVIRONMENT, seconds=0.05, most_bytes=10)
         assert open_files() == before
+
+
+async def test_what_does_not_end_when_killed_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck: list[int] = []  # as in a system call of a driver that hangs
+
+    async def again(script: str, **more: float) -> Finished:
+        bounds = {"seconds": 30.0} | more
+        return await run(_shell(script), environment=ENVIRONMENT, most_bytes=10, **bounds)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "KILLED_SECONDS", 0.05)
+        patch.setattr(os, "killpg", lambda pid, _: stuck.append(pid))
+        with pytest.raises(TimeoutError):
+            await again("exec sleep 600", seconds=0.05)
+    with pytest.raises(OSError, match="does not end when killed"):
+        await again("exec sleep 600")
+    assert (await again("exit 3")).code == 3  # others are started
+    monkeypatch.setattr(programs, "MOST_LEFT", 1)
+    with pytest.raises(OSError, match="does not end when killed"):
+        await again("exit 3")
+    (pid,) = stuck
+    os.kill(pid, signal.SIGKILL)
+    with anyio.fail_after(30):
+        while programs._left:
+            await anyio.sleep(0.01)
+            with suppress(OSError):
+                assert (await again("exit 3")).code == 3
 
 
 async def test_cancelling_kills_it(tmp_path: Path) -> None:
