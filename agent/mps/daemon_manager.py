@@ -94,6 +94,7 @@ class AdvisoryCaps:
 
 SET_UP_SECONDS = 30.0
 RETRY_SECONDS = 5.0  # of a daemon that another agent still looks after
+OVER_SECONDS = 30.0  # for a supervision to end: what it has begun ends within some seconds, as a rule
 LEFTOVER_SECONDS = 10.0
 SETTLED_SECONDS = 1.0  # after a change of modes, until leftovers are looked for
 NOBODY = DaemonStatus(reason="no MPS control daemon is set up for this GPU")
@@ -242,7 +243,9 @@ class DaemonManager:
             if kept:
                 kept.scope.cancel()
                 if self._tasks:
-                    await kept.over.wait()
+                    # One that hangs keeps the daemon locked, so that the stop below fails and says so.
+                    with anyio.move_on_after(OVER_SECONDS):
+                        await kept.over.wait()
                 daemon = kept.daemon
             else:
                 daemon = self._daemon(uuid, await anyio.to_thread.run_sync(find_any, self._find))
