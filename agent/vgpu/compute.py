@@ -417,7 +417,7 @@ def work_of(uses: Uses) -> Mapping[str, MeasuredWork]:
 BURST = "gpu-node-agent.io/burst"
 PRIORITY = "gpu-node-agent.io/priority"
 LOW = "low"
-_reported: dict[tuple[str, str], str] = {}
+_reported: dict[tuple[str, str], int] = {}  # a hash of the value, which may be of 256 KiB, by pod and name
 _MOST_REPORTED = 1000
 
 
@@ -453,11 +453,11 @@ def _percent(text: str) -> int | None:
 
 def _report(about: About, annotation: str, value: str, problem: str) -> None:
     key = (about.uid, annotation)
-    if _reported.get(key) == value:
+    if _reported.get(key) == hash(value):
         return
     if len(_reported) >= _MOST_REPORTED:
         _reported.clear()
-    _reported[key] = value
+    _reported[key] = hash(value)
     log.warning(
         "annotation_ignored", pod=about.pod_key, annotation=annotation, value=value[:64], problem=problem
     )

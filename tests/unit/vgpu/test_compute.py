@@ -1,6 +1,7 @@
 """Shares of compute, from usage regions and measurements to limit files."""
 
 import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -302,6 +303,20 @@ def test_what_is_measured_of_a_gpu_is_all_that_its_processes_did() -> None:
 def test_annotations(annotations: dict[str, str], expected: ComputeRequest) -> None:
     assert compute_request_of(about("p"), annotations, may_burst=True) == expected
     assert compute_request_of(about("p"), annotations, may_burst=False) == ComputeRequest(low=expected.low)
+
+
+def test_annotations_that_cannot_be_understood_are_not_kept() -> None:
+    """They may be of 256 KiB each, and their pods gone."""
+    compute_request_of(about("p"), {"gpu-node-agent.io/burst": "x"}, may_burst=True)
+    tracemalloc.start()
+    try:
+        for number in range(200):
+            annotations = {"gpu-node-agent.io/burst": f"{number:0261120}"}
+            compute_request_of(about(f"p{number}"), annotations, may_burst=True)
+            assert len(annotations["gpu-node-agent.io/burst"]) == 255 << 10
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_poll_is_fast_enough() -> None:
