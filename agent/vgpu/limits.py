@@ -244,6 +244,8 @@ class NamespaceEnforcement:
             return Enforcement(value)
         except ValueError:
             if self._reported.get(namespace) != value:
+                known = self._reported.items()
+                self._reported = {each: old for each, old in known if self._labels.of(each) == old}
                 self._reported[namespace] = value
                 log.warning(
                     "namespace_label_ignored",

@@ -77,3 +77,17 @@ async def test_a_server_that_is_away_is_waited_for_once(monkeypatch: pytest.Monk
         await labels.known()  # or the test is ended by its deadline
     assert [each["event"] for each in logs] == ["namespace_labels_unknown"]
     assert labels.of("team") is None
+
+
+def test_labels_of_namespaces_that_are_gone_are_not_kept() -> None:
+    labels = _labels()
+    enforcement = NamespaceEnforcement(labels)
+    with capture_logs() as logs:
+        for number in range(100):
+            name = f"team-{number}"
+            team = PartialObject(metadata=Metadata(name=name, uid=name, labels={LABEL: "strikt"}))
+            labels.reflector.items.publish(MappingProxyType({name: team}))
+            for _ in range(2):
+                assert enforcement.of(name) is None
+    assert len(logs) == 100
+    assert enforcement._reported == {"team-99": "strikt"}
