@@ -448,13 +448,20 @@ class LibraryCopies:
             refused = library.own and error.errno in REFUSALS
             raise (AccessRefused if refused else LibraryUnusable)(text) from error
 
-    def remove_unused(self, used: Collection[str]) -> None:
-        """Remove all but these builds; a problem is logged."""
-        for build in self._held.keys() - set(used):
-            self._held.drop(build)
+    def remove_unused(self, used: Collection[str], complete: bool = True) -> None:
+        """Remove all but these builds; a problem is logged.
+
+        Not `complete`: others may be used, too, though no container's own that was known here.
+        """
+        unused = [Library(self._state / LIBRARY_FOLDER, each) for each in self._held.keys() - set(used)]
+        for library in unused:
+            self._held.drop(library.build)
+            if library.own:
+                remove(library)
         self._unsettled.intersection_update(used)
         try:
-            remove_unused(self._state, used)
+            if complete:
+                remove_unused(self._state, used)
         except FileNotFoundError:
             return
         except OSError as error:

@@ -224,6 +224,7 @@ class Isolation:
         """
         record = self._record.value
         if record is None:
+            await self._remove_unused()
             return
         held, now = self._read(record), self._clock()
         known = self.containers.value
@@ -255,15 +256,20 @@ class Isolation:
                     await self._remove(key)
         await self._name(record)
         await self._put_back(held, record)
-        if (gone or self._outdated) and not self._strays:
-            async with self._turn:  # a container that is being admitted has a copy, and is not among them yet
-                self._outdated = False
-                used = {each.about.build for each in self.containers.value.values()}
-                await anyio.to_thread.run_sync(self.libraries.remove_unused, used)
+        self._outdated |= bool(gone)
+        await self._remove_unused()
         # It may wait for a disk, and an agent that stops does not wait with it.
         self.refusing = await anyio.to_thread.run_sync(
             self._keep_up, self.containers.value, abandon_on_cancel=True
         )
+
+    async def _remove_unused(self) -> None:
+        """Remove copies of the library that no container has any more: to know them takes no record."""
+        if self._outdated:
+            async with self._turn:  # a container that is being admitted has a copy, and is not among them yet
+                self._outdated = False
+                used = {each.about.build for each in self.containers.value.values()}
+                await anyio.to_thread.run_sync(self.libraries.remove_unused, used, not self._strays)
 
     async def _put_back(self, held: frozenset[str], record: Record) -> None:
         """Make folders again that containers of living pods have mounted, and need when they start again."""
