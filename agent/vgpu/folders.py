@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -73,6 +73,7 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     cores_cap: int | None = None  # percent that it was resized to; None: what it asked for
     grown_cores: tuple[str, ...] = ()  # units beside those of the kubelet, as `grown`
     layout: int = 1  # of its files, which 0.2.0 does not say
+    earlier: Mapping[str, str] = msgspec.field(default_factory=dict)  # see `with_earlier`
 
     @property
     def owner(self) -> Pod:
@@ -87,6 +88,20 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
     @property
     def place(self) -> Place:
         return Place(self.namespace, self.pod, self.container, self.gpu)
+
+    @property
+    def builds(self) -> tuple[str, ...]:
+        """Of the library, that containers of its pod with these units were given."""
+        return (self.build, *self.earlier.values())
+
+    def with_earlier(self, before: Self) -> Self:
+        """With the builds of other containers of its pod that had the units before it, by name.
+
+        A plain init container hands its units on before it starts, and may be started again.
+        """
+        found = {**before.earlier, before.container: before.build} if before.uid == self.uid else {}
+        found.pop(self.container, None)
+        return msgspec.structs.replace(self, earlier=found)
 
     @property
     def cores_now(self) -> int:

@@ -268,7 +268,7 @@ class Isolation:
         if self._outdated:
             async with self._turn:  # a container that is being admitted has a copy, and is not among them yet
                 self._outdated = False
-                used = {each.about.build for each in self.containers.value.values()}
+                used = {build for each in self.containers.value.values() for build in each.about.builds}
                 await anyio.to_thread.run_sync(self.libraries.remove_unused, used, not self._strays)
 
     async def _put_back(self, held: frozenset[str], record: Record) -> None:
@@ -341,7 +341,8 @@ class Isolation:
             # Before: a call that is cut off leaves a folder that is to go, too.
             self._born[key] = self._clock()
             context = self.contexts.of(about.gpu, about.memory_bytes)
-            self._outdated |= key in self.containers.value
+            if before := self.containers.value.get(key):
+                self._outdated, about = True, about.with_earlier(before.about)
             try:
                 about = await anyio.to_thread.run_sync(self._made, about, context, library)
             except IsolationError as error:

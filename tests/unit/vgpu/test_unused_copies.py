@@ -4,6 +4,7 @@ from pathlib import Path
 
 import anyio.to_thread
 import pytest
+from msgspec.structs import replace
 
 from agent.vgpu.folders import ABOUT, key_of
 from agent.vgpu.room import GRACE_SECONDS
@@ -47,3 +48,22 @@ async def test_copies_of_containers_before_go_without_a_record_and_with_strays(
     await node.isolation.tidy()
     there = await anyio.to_thread.run_sync(libraries, node)
     assert there == {file_of(each) for each in last if file_of(each).parent.name == "lib"}
+
+
+async def test_an_init_container_keeps_its_copy_for_as_long_as_its_pod_has_the_units(node: Node) -> None:
+    """The kubelet asks for the container that inherits them before either starts."""
+    await node.isolation.start()
+    mounts = [
+        (await node.isolation.admit(replace(request("a"), container=name))).mounts
+        for name in ("init", "main", "init", "main")  # again by a kubelet that was restarted
+    ]
+    node.holding(("a", units()), unfinished=["uid-a"])
+    last = {file_of(each) for part in mounts[2:] for each in part if file_of(each).parent.name == "lib"}
+    for _ in "the same agent", "the next":
+        await node.isolation.tidy()
+        assert await anyio.to_thread.run_sync(libraries, node) == last
+        node.isolation.close()
+        await node.agent().start()
+    node.holding(ended=["uid-a"])
+    await node.isolation.tidy()
+    assert not await anyio.to_thread.run_sync(libraries, node)
