@@ -247,8 +247,8 @@ def remove_unused(state: Path, used: Collection[str]) -> None:
             build = name.removeprefix(f"{NAME}-").partition(".")[0]
             # A dot file is what an agent that was killed had begun to write.
             if name.startswith(".") or (name.startswith(f"{NAME}-") and build not in used):
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=descriptor)
+                # A runtime that starts a container without the file has made a folder in its place.
+                files.remove(descriptor, name)
 
 
 def obstacle(state: Path) -> str | None:

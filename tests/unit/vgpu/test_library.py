@@ -80,6 +80,8 @@ def test_copies_of_another_version_have_another_name(tmp_path: Path) -> None:
     library.remove_unused(tmp_path / "state", {first.build, second.build})
     assert first.file.exists()
     (second.folder / ".begun").write_bytes(b"")
+    first.file.unlink()
+    first.file.mkdir()  # as a runtime does that starts a container without it
     library.remove_unused(tmp_path / "state", {second.build})
     assert sorted(second.folder.iterdir()) == sorted([second.file, second.preload])
 
