@@ -3,6 +3,7 @@
 The kubelet's record says which containers there are; this room keeps no list of its own beyond the folders.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -85,7 +86,7 @@ class Isolation:
         self._grown: tuple[Mapping[str, ContainerLimits], Mapping[str, frozenset[str]]] = ({}, {})
         self._unreadable = Problems()
         self._strays: frozenset[str] = frozenset()  # folders that do not say whose they are
-        self._removed: dict[str, About] = {}  # the oldest first
+        self._removed: dict[str, bytes] = {}  # the oldest first; packed, for each names hundreds of units
 
     def policy(self, namespace: str) -> Enforcement:
         return self._namespaces(namespace) or self._policy
@@ -273,11 +274,11 @@ class Isolation:
 
     async def _put_back(self, held: frozenset[str], record: Record) -> None:
         """Make folders again that containers of living pods have mounted, and need when they start again."""
-        about_of = {key: limits.about for key, limits in self.containers.value.items()}
+        packed = {key: zlib.decompress(self._removed[key]) for key in held & self._removed.keys()}
+        about_of = {key: msgspec.json.decode(each, type=About) for key, each in packed.items()}
+        about_of |= {key: limits.about for key, limits in self.containers.value.items()}
         wanted = {
-            key: about
-            for key in held
-            if (about := about_of.get(key) or self._removed.get(key)) and about.uid in record.unfinished
+            key: about for key in held if (about := about_of.get(key)) and about.uid in record.unfinished
         }
         missing = await anyio.to_thread.run_sync(self._missing, tuple(wanted))
         for key in missing:
@@ -313,7 +314,7 @@ class Isolation:
         log.info("limits_removed", folder=key)
         if limits := self.containers.value.get(key):
             self._removed.pop(key, None)
-            self._removed[key] = limits.about
+            self._removed[key] = zlib.compress(msgspec.json.encode(limits.about))
             if len(self._removed) > REMOVED:
                 del self._removed[next(iter(self._removed))]
             self._become({k: v for k, v in self.containers.value.items() if k != key})

@@ -67,3 +67,14 @@ async def test_an_init_container_keeps_its_copy_for_as_long_as_its_pod_has_the_u
     node.holding(ended=["uid-a"])
     await node.isolation.tidy()
     assert not await anyio.to_thread.run_sync(libraries, node)
+
+
+async def test_limits_that_are_remembered_take_little_memory(node: Node) -> None:
+    await node.isolation.start()
+    for number in range(20):
+        ids = units(300 * number, 280)
+        await node.isolation.admit(replace(request(f"p{number}"), ids=ids))
+    node.now = 2 * GRACE_SECONDS
+    await node.isolation.tidy()
+    assert len(node.isolation._removed) == 20
+    assert sum(map(len, node.isolation._removed.values())) < 20 << 10
