@@ -23,6 +23,8 @@ import anyio
 
 # Of the names of drafts; one without a writer is what an agent that was killed had begun.
 DRAFT = ".gpu-node-agent-"
+_BEGAN = time.time()
+_swept: set[Path] = set()  # folders that no draft of before is in
 
 
 def write(folder: Path, name: str, content: bytes, mode: int = 0o644, lasting: bool = False) -> None:
@@ -31,6 +33,8 @@ def write(folder: Path, name: str, content: bytes, mode: int = 0o644, lasting: b
     `lasting`: it is on disk when this returns, and there after a power cut.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if folder not in _swept:
+        _sweep(folder)
     # A dot file with another suffix: programs that read every .json in a folder pass it by.
     descriptor, draft = tempfile.mkstemp(prefix=DRAFT, dir=folder)
     try:
@@ -50,6 +54,15 @@ def write(folder: Path, name: str, content: bytes, mode: int = 0o644, lasting: b
             os.fsync(entry)
         finally:
             os.close(entry)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove drafts from before this process: each may be of megabytes."""
+    _swept.add(folder)
+    with suppress(OSError):
+        for draft in folder.glob(f"{DRAFT}*"):
+            if draft.stat().st_mtime < _BEGAN:
+                draft.unlink()
 
 
 # Reading a small file that somebody else writes, whatever it turns out to be.

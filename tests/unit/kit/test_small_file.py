@@ -1,4 +1,4 @@
-"""A small file that turns out to be something else."""
+"""A small file: one that turns out to be something else, and what is left of one that was begun."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from agent.kit.files import LONGEST_BYTES, read_text
+from agent.kit.files import DRAFT, LONGEST_BYTES, read_text, write
 
 
 async def read(file: Path) -> str:
@@ -28,3 +28,13 @@ async def test_pipes_folders_and_devices_are_refused_at_once(tmp_path: Path) -> 
     for other in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         with anyio.fail_after(5), pytest.raises(OSError, match="is no regular file"):
             await read(other)
+
+
+def test_drafts_of_an_agent_that_was_killed_go_with_the_next_file(tmp_path: Path) -> None:
+    older, newer, other = tmp_path / f"{DRAFT}a", tmp_path / f"{DRAFT}b", tmp_path / "c"
+    for each in (older, newer, other):
+        each.touch()
+    for each in (older, other):
+        os.utime(each, (1, 1))
+    write(tmp_path, "file", b"")
+    assert sorted(tmp_path.iterdir()) == [newer, other, tmp_path / "file"]
