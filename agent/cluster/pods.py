@@ -2,16 +2,28 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
 
 import anyio
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi, Query, understood
 from agent.cluster.reflector import Item, PartialObject, Reflector
-from agent.model.pod import Metadata, Pod
+from agent.model.modes import is_offered
+from agent.model.placement import ASSIGNED, HINT, HINT_NODE, POLICY
+from agent.model.pod import (
+    ContainerSpec,
+    Metadata,
+    OwnerReference,
+    Pod,
+    PodSpec,
+    PodStatus,
+    Requirements,
+)
 
 # Settings of namespaces for limits: the label `gpu-node-agent.io/enforcement`.
 
@@ -109,6 +121,66 @@ def _mirrors(metadata: Metadata, node: str, node_uid: str | None) -> bool:
     )
 
 
+# As much of a pod as is kept.
+#
+# One that has finished stays until the controller manager counts 12,500 in the cluster, and 256 KiB of
+# annotations of each pod are its tenant's: whole copies would take all of the agent's memory.
+
+RESIZE = "gpu-node-agent.io/resize"
+BURST, PRIORITY = "gpu-node-agent.io/burst", "gpu-node-agent.io/priority"
+# The annotations that are read of a pod, beside the hint for each of its containers.
+READ = frozenset({HASH_ANNOTATION, ASSIGNED, HINT_NODE, POLICY, RESIZE, BURST, PRIORITY})
+# In characters: no reader takes an annotation that is longer, whole or cut.
+LONGEST, LONGEST_RESIZE = 1 << 10, (16 << 10) + 1
+LONGEST_MESSAGE = 2 << 10  # in characters, of the kubelet's on a pod that it refused
+MOST_STATUSES = 16  # of the containers of a pod that has finished
+
+
+def kept(pod: Pod) -> Pod:
+    """A pod without what nobody looks at, which is most of one that has finished."""
+    spec, found = pod.spec, pod.annotations
+    hints = (f"{HINT}{number}" for number in range(len(spec.containers) + len(spec.init_containers)))
+    read = {HASH_ANNOTATION} if pod.finished else READ.union(hints)
+    longest = {RESIZE: LONGEST_RESIZE}
+    owners = [each for each in pod.metadata.owner_references if _is_short(each)]
+    metadata = replace(
+        pod.metadata,
+        labels={},
+        annotations={name: found[name][: longest.get(name, LONGEST)] for name in read & found.keys()},
+        owner_references=owners[:1] + [each for each in owners[1:] if each.controller][:1],
+    )
+    return _finished(pod, metadata) if pod.finished else replace(pod, metadata=metadata)
+
+
+def _is_short(owner: OwnerReference) -> bool:
+    """Whether it is as names are; any text passes for one."""
+    return sum(map(len, (owner.api_version, owner.kind, owner.name, owner.uid))) <= LONGEST
+
+
+def _finished(pod: Pod, metadata: Metadata) -> Pod:
+    """Its phase, the containers that it had, and, where it had none, for which resource it was refused."""
+    status = PodStatus(
+        pod.status.phase,
+        pod.status.reason,
+        pod.status.message[:LONGEST_MESSAGE],
+        container_statuses=pod.status.container_statuses[:MOST_STATUSES],
+        init_container_statuses=pod.status.init_container_statuses[:MOST_STATUSES],
+    )
+    every = () if status.container_statuses else (*pod.spec.containers, *pod.spec.init_containers)
+    asked = (name for each in every for name in pod.asked_of(each) if is_offered(name))
+    return Pod(metadata, _asking(next(asked, "")), status)
+
+
+@lru_cache(maxsize=64)
+def _asking(resource: str) -> PodSpec:
+    return PodSpec([ContainerSpec("", Requirements({resource: "1"}))]) if resource else PodSpec()
+
+
+class _Pods(Reflector[Pod]):
+    def _decoded(self, raw: msgspec.Raw) -> Pod:
+        return kept(super()._decoded(raw))
+
+
 # The pods of this node, as the API server shows them.
 
 MISS_SECONDS = 1.0  # a GET in the middle of an admission, which holds up all pods of the node
@@ -131,7 +203,7 @@ class PodCache:
         self._node_uid = node_uid
         self._by_cgroup: tuple[object, str | None, CgroupUids[Pod]] = (None, None, CgroupUids({}))
         self._selector = {"fieldSelector": f"spec.nodeName={node}"}
-        self.reflector = Reflector(api, "/api/v1/pods", self._selector, Pod, "pods")
+        self.reflector: Reflector[Pod] = _Pods(api, "/api/v1/pods", self._selector, Pod, "pods")
 
     def pods(self) -> Mapping[str, Pod]:
         """The pods as last seen, by UID."""
@@ -149,8 +221,9 @@ class PodCache:
         return self._by_cgroup[2]
 
     def find(self, namespace: str, name: str) -> Pod | None:
+        """A pod that has not finished; None: none is known. Of a name there may be another by now."""
         for pod in self.pods().values():
-            if pod.metadata.name == name and pod.metadata.namespace == namespace:
+            if pod.metadata.name == name and pod.metadata.namespace == namespace and not pod.finished:
                 return pod
         return None
 
@@ -160,7 +233,7 @@ class PodCache:
         A copy that is ending may have a namesake that the watch has not shown yet: ask then, too.
         """
         pod = self.find(namespace, name)
-        if pod and not pod.metadata.deletion_timestamp and not pod.finished:
+        if pod and not pod.metadata.deletion_timestamp:
             return pod
         return await self.fetch(namespace, name)
 

@@ -191,7 +191,7 @@ class Reflector(Generic[Item]):
                 self._well()
             self._version = mark.resource_version
             return None
-        item = self._decoder.decode(event.object)
+        item = self._decoded(event.object)
         if fresh is not None:
             if event.type == "DELETED":
                 fresh.pop(item.metadata.uid, None)
@@ -201,6 +201,10 @@ class Reflector(Generic[Item]):
         self._version = item.metadata.resource_version
         self._changed(item, gone=event.type == "DELETED")
         return None
+
+    def _decoded(self, raw: msgspec.Raw) -> Item:
+        """As much of an object as is kept. Raises msgspec.DecodeError."""
+        return self._decoder.decode(raw)
 
     def _changed(self, item: Item, *, gone: bool) -> None:
         items = dict(self.items.value)
@@ -234,7 +238,7 @@ class Reflector(Generic[Item]):
         found: dict[str, Item] = {}
         version = ""
         async for page in self._api.pages(self._path, query, LIST_SECONDS):
-            found |= {item.metadata.uid: item for item in map(self._decoder.decode, page.items)}
+            found |= {item.metadata.uid: item for item in map(self._decoded, page.items)}
             version = page.metadata.resource_version
         self._publish(found)
         self._version = version
@@ -298,15 +302,6 @@ class Listener(Protocol[T_contra]):
         """One is gone."""
 
 
-class _Decoder(Generic[T]):
-    def __init__(self, read: Callable[[bytes], tuple[Metadata, T]]) -> None:
-        self._read = read
-
-    def decode(self, raw: bytes) -> Kept[T]:
-        metadata, value = self._read(raw)
-        return Kept(Metadata(uid=metadata.uid, resource_version=metadata.resource_version), value)
-
-
 class DeltaReflector(Reflector[Kept[T]], Generic[T]):
     """`read` makes metadata and a small value of an object's JSON; nothing else of it is kept."""
 
@@ -323,9 +318,12 @@ class DeltaReflector(Reflector[Kept[T]], Generic[T]):
         name: str,
     ) -> None:
         super().__init__(api, path, selector, Kept, name)
-        # `decode` is all that is used of a decoder.
-        self._decoder = _Decoder(read)  # type: ignore[assignment]
+        self._read = read
         self._listener = listener
+
+    def _decoded(self, raw: msgspec.Raw) -> Kept[T]:
+        metadata, value = self._read(raw)
+        return Kept(Metadata(uid=metadata.uid, resource_version=metadata.resource_version), value)
 
     def _publish(self, items: dict[str, Kept[T]]) -> None:
         self._listener.replaced({uid: kept.value for uid, kept in items.items()})

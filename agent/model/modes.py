@@ -174,6 +174,15 @@ class Mode(Enum):
 
 # By device plugins; claims on a GPU of DRA choose among those in which it can be a device.
 OFFERED_MODES = tuple(mode for mode in Mode if mode.resources or mode.row.prefix)
+_RESOURCES = frozenset(name for mode in OFFERED_MODES for name in mode.resources)
+_PREFIXES = tuple(mode.row.prefix for mode in OFFERED_MODES if mode.row.prefix)
+
+
+def is_offered(resource: str) -> bool:
+    """Whether an extended resource is one of this agent's."""
+    return resource in _RESOURCES or resource.startswith(_PREFIXES)
+
+
 UNCLAIMED: Final = Mode.DRA  # of a GPU that no claim has chosen the mode of yet
 WHOLE_GPUS: Final = Mode.PGPU
 SHARES: Final = Mode.MPS

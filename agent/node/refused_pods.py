@@ -8,11 +8,9 @@ from collections.abc import Mapping
 
 from agent.cluster.event_recorder import Event, EventRecorder, Regarding
 from agent.kit.tasks import Cell
-from agent.model.modes import OFFERED_MODES
+from agent.model.modes import is_offered
 from agent.model.pod import Pod
 
-RESOURCES = frozenset(name for mode in OFFERED_MODES for name in mode.resources)
-PREFIXES = tuple(mode.row.prefix for mode in OFFERED_MODES if mode.row.prefix)
 REASON, KEY = "AllocationRefused", "refused"
 ADMISSION, OUT_OF = "UnexpectedAdmissionError", "OutOf"
 LONGEST = 700  # characters of the kubelet's message: the remedy stands behind it
@@ -34,12 +32,8 @@ def is_refused(pod: Pod) -> bool:
     if status.phase != "Failed" or status.container_statuses:
         return False
     both = (*pod.spec.containers, *pod.spec.init_containers)
-    asked = {name for each in both for name in pod.asked_of(each) if is_ours(name)}
-    return bool(asked) and (status.reason == ADMISSION or is_ours(status.reason.removeprefix(OUT_OF)))
-
-
-def is_ours(resource: str) -> bool:
-    return resource in RESOURCES or resource.startswith(PREFIXES)
+    asked = {name for each in both for name in pod.asked_of(each) if is_offered(name)}
+    return bool(asked) and (status.reason == ADMISSION or is_offered(status.reason.removeprefix(OUT_OF)))
 
 
 def event_of(pod: Pod) -> Event:
