@@ -17,6 +17,7 @@ Worth = tuple[float, ...]
 Key = Callable[[FreeGpu], tuple[float, ...]]
 # A share that opens a GPU takes it from those who need a whole one: worse than any remainder.
 UNTOUCHED = 1000
+MOST_ALIKE = 4096  # summaries of nodes for one demand: what was found is found again in some microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ def judge(
     if found is None:
         found = refusal(free, demand, inventory, work)
         if _is_decided_by_widest(free.modes[0], demand.slots[0]):
+            if len(alike) >= MOST_ALIKE:
+                alike.clear()
             alike[summary] = found
     return found
 

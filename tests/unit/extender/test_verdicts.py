@@ -2,8 +2,9 @@
 
 import random
 
+from agent.extender.choice import MOST_ALIKE
 from agent.extender.fleet import BoundPod, LedgerNode
-from agent.extender.free_capacity import PodClaim
+from agent.extender.free_capacity import HeldUnits, PodClaim
 from agent.extender.verdicts import SHAPES, Verdicts
 from agent.model.modes import Mode
 from agent.model.placement import PlacementPolicy
@@ -67,3 +68,17 @@ async def test_no_more_shapes_are_kept_than_said() -> None:
     for size in range(1, SHAPES + 20):
         await verdicts.judge(arrivals.demand(size), ["node-00000"])
     assert len(verdicts._shapes) == SHAPES
+
+
+async def test_what_is_found_for_nodes_that_are_alike_is_bounded() -> None:
+    """A shape that is asked for all the time never leaves, and there are 100,000s of what a GPU has left."""
+    fleet = arrivals.fleet_of(1, 1)
+    verdicts = Verdicts(fleet)
+    (name,), (gpu,) = fleet.nodes, arrivals.inventory(1).gpus
+    asked, most = arrivals.demand(1), 0
+    for number in range(10_000):
+        held = HeldUnits(gpu.uuid, Mode.VGPU, 1 + number // 200, 1 + number % 200)
+        fleet.set_pod(BoundPod("other", name, PodClaim(asked, (held,))))
+        assert await verdicts.judge(asked, [name]) == ([name], {})
+        most = max(most, len(verdicts._shapes[asked].alike))
+    assert most == MOST_ALIKE
