@@ -19,6 +19,7 @@ REFUSED = "ClaimRefused"
 WAITING = 256
 DENIED_SECONDS = 600.0  # without the right, until it is tried again
 LONGEST_MESSAGE = 1024
+MOST_TOLD = 1024  # claims that were refused: most are never prepared, and nobody says when they are gone
 
 
 class ClusterClaimReports(ClaimReports):
@@ -28,7 +29,8 @@ class ClusterClaimReports(ClaimReports):
         self._api = api
         self._events = events
         self._conditions: Mailbox[tuple[ClaimName, str]] = Mailbox(WAITING)  # with the problem, if any
-        self._told: set[str] = set()  # UIDs of claims whose condition says that they were refused
+        # UIDs of claims whose condition says that they were refused, the oldest first.
+        self._told: dict[str, None] = {}
         self._denied_until = 0.0
 
     def refused(self, name: ClaimName, claim: ResourceClaim | None, problem: str) -> None:
@@ -39,12 +41,14 @@ class ClusterClaimReports(ClaimReports):
                 regarding = Regarding("Pod", pod.name, name.namespace, pod.uid)
                 self._events.emit(Event(regarding, REFUSED, problem, warning=True, key=problem))
         if claim:
-            self._told.add(name.uid)
+            self._told[name.uid] = None
+            if len(self._told) > MOST_TOLD:
+                del self._told[next(iter(self._told))]
             self._conditions.offer((name, problem))
 
     def prepared(self, name: ClaimName, claim: ResourceClaim | None) -> None:
         if name.uid in self._told or (claim and claim.told):
-            self._told.discard(name.uid)
+            self._told.pop(name.uid, None)
             self._conditions.offer((name, ""))
 
     async def run(self) -> None:
