@@ -22,6 +22,7 @@ from agent.modes.desired import ClaimRequests
 # The kubelet writes a claim down before it asks for it, and its devices when the pod's other drivers have
 # answered, too. A claim that is not in its record so long after an answer it will not give back.
 RECORDED_SECONDS = 10.0
+ANSWERED_SECONDS = 60.0  # after which an answer is forgotten where that record is never read
 
 
 class ClaimCall:
@@ -174,7 +175,8 @@ class ClaimLedger:
 
     def cool(self) -> float | None:
         """Let daemons go whose time is over; how long to wait for the next, in seconds."""
-        now = anyio.current_time()
+        since, now = monotonic() - ANSWERED_SECONDS, anyio.current_time()
+        self._answered = {uid: at for uid, at in self._answered.items() if at >= since}
         if over := [gpu for gpu, until in self._warm.items() if until <= now]:
             for gpu in over:
                 del self._warm[gpu]

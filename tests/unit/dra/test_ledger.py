@@ -7,6 +7,7 @@ from time import monotonic
 import anyio
 import pytest
 
+from agent.dra import ledger as ledger_module
 from agent.dra.ledger import RECORDED_SECONDS, ClaimCall, ClaimLedger
 from agent.kit.tasks import Cell
 from agent.model.holding import Holding, Source
@@ -240,6 +241,24 @@ async def test_the_kubelets_record_counts_beside_what_was_answered_since() -> No
     over(book, old)
     book.read({old.uid: old}, began)  # a reading of before
     assert wanted.value == {}
+
+
+async def test_answers_are_forgotten_where_the_record_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, _ = ledger()
+    began = monotonic()
+    monkeypatch.setattr(ledger_module, "monotonic", lambda: began)
+    for number in range(5000):
+        one = claim(f"c{number}", 30)
+        await taken(book, one)
+        over(book, one)
+    monkeypatch.setattr(ledger_module, "monotonic", lambda: began + RECORDED_SECONDS)
+    book.cool()
+    book.read({one.uid: one}, began)  # a reading of before
+    assert not book.held.value
+    assert len(book._answered) == 5000
+    monkeypatch.setattr(ledger_module, "monotonic", lambda: began + 61)
+    book.cool()
+    assert not book._answered
 
 
 async def test_without_a_record_holders_by_pod_resources_count() -> None:
