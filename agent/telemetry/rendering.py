@@ -6,7 +6,6 @@ of it, so it only says which format a caller wants.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 
 import anyio
 import anyio.to_thread
@@ -81,6 +80,7 @@ def written(
     """The families of `definitions`, in that order, in Prometheus' text format or in OpenMetrics."""
     # The families of a container share its labels: each set is written once.
     known: dict[Labels, dict[Labels, str]] = {each.labels: {} for each in definitions}
+    before = {names: _last.get((names, mark), {}) for names in known}
     pages = {
         each.name: (_head(each, openmetrics), each.series, each.labels, known[each.labels])
         for each in definitions
@@ -89,9 +89,10 @@ def written(
         lines, name, names, texts = pages[definition.name]
         text = texts.get(labels)
         if text is None:
-            text = texts[labels] = _labels(names, labels, mark)
+            text = texts[labels] = before[names].get(labels) or _labels(names, labels, mark)
         # A truth value plus 0 is a number.
         lines.append(f"{name}{text} {value + 0!r}\n")
+    _last.update({(names, mark): texts for names, texts in known.items()})
     for lines, *_ in pages.values():
         yield "".join(lines).encode()
 
@@ -106,8 +107,11 @@ def _head(definition: d.Definition, openmetrics: bool) -> list[str]:
     return lines
 
 
-# Containers have the same labels from one scrape to the next: those of 800 are a sixth of the page's time.
-@lru_cache(maxsize=4096)
+# Containers have the same labels from one scrape to the next: those of 800 are a sixth of the page's time. By
+# the labels' names, as the last page had them: those of containers that are gone go with the next page.
+_last: dict[tuple[Labels, str], dict[Labels, str]] = {}
+
+
 def _labels(names: Labels, values: Labels, mark: str) -> str:
     pairs = [mark] if mark else []
     pairs += [f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True)]

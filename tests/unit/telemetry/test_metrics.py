@@ -20,6 +20,7 @@ from agent.lists.shared_pair import pairs_collector
 from agent.nvml.port import Sample
 from agent.pairing.pairing import PairingStats
 from agent.telemetry import definitions as d
+from agent.telemetry import rendering
 from agent.telemetry.rendering import render
 from agent.telemetry.sampler import Samples, TakenSample
 from agent.telemetry.series import Series, read_process_use
@@ -237,6 +238,17 @@ async def test_every_series_of_simulated_gpus_says_so(accept: str) -> None:
     assert all('{simulated="true"' in line for line in series)
     back = marked.replace('{simulated="true",', "{").replace('{simulated="true"}', "")
     assert _names(back) == _names(plain)
+
+
+async def test_labels_of_containers_that_are_gone_are_forgotten() -> None:
+    parts, kept = Parts("dgx-h200"), []
+    uuids = parts.scan()
+    for per_gpu in (100, 100, 2):
+        reading = replace(parts.sources.read(), uses=many_uses(uuids, per_gpu))
+        text = (await rendered(reading)).body.decode()
+        assert len(text.splitlines()) == len(set(text.splitlines()))
+        kept.append(sum(map(len, rendering._last.values())))
+    assert kept[0] == kept[1] > 800 > kept[2]
 
 
 def _names(page: str) -> list[str]:
