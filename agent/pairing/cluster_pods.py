@@ -131,6 +131,10 @@ def _mirrors(pod: Pod, uid: str) -> bool:
     return pod.metadata.annotations.get(HASH_ANNOTATION) == uid
 
 
+def _about(pod: Pod) -> Regarding:
+    return Regarding("Pod", pod.name, pod.namespace, pod.uid)
+
+
 class ClusterRecorder(Recorder):
     """Events for what was refused or passed over; the choice as gpu-admission's annotations on the pod."""
 
@@ -138,7 +142,8 @@ class ClusterRecorder(Recorder):
         self._api = api
         self._events = events
         self._write_choice = write_choice
-        self._waiting: dict[str, tuple[Pod, dict[str, str]]] = {}  # annotations to be written, by UID
+        # Annotations to be written, by UID, and to what: whole pods would stay while the right is lacking.
+        self._waiting: dict[str, tuple[Regarding, dict[str, str]]] = {}
         self._refused: dict[str, dict[str, str]] = {}  # those that the server refused, by UID
         self._news = anyio.Event()
         self._granted_until = -math.inf  # time of the loop: the right to patch pods is not looked at before
@@ -148,8 +153,10 @@ class ClusterRecorder(Recorder):
 
         What was refused before comes along, so that `gpu-assigned` never stands without each of the choices.
         """
-        if not self._write_choice:
-            return
+        if self._write_choice:
+            self._add(_about(pod), annotations)
+
+    def _add(self, pod: Regarding, annotations: Mapping[str, str]) -> None:
         _, newer = self._waiting.pop(pod.uid, (pod, self._refused.pop(pod.uid, {})))
         if len(self._waiting) == WAITING_PATCHES:
             del self._waiting[next(iter(self._waiting))]
@@ -157,8 +164,7 @@ class ClusterRecorder(Recorder):
         self._news.set()
 
     def event(self, pod: Pod, reason: str, message: str, *, warning: bool = True, key: str = "") -> None:
-        regarding = Regarding("Pod", pod.name, pod.namespace, pod.uid)
-        self._events.emit(Event(regarding, reason, message, warning=warning, key=key))
+        self._events.emit(Event(_about(pod), reason, message, warning=warning, key=key))
 
     async def run(self) -> None:
         """Write choices to pods for ever.
@@ -201,7 +207,7 @@ class ClusterRecorder(Recorder):
                     log.info("choices_written_again")
                 lacking = False
 
-    async def _lacks_right(self, pod: Pod) -> bool:
+    async def _lacks_right(self, pod: Regarding) -> bool:
         """Whether the 403 is due to the agent's account rather than to the pod.
 
         A webhook that refuses every pod of a burst costs one question.
@@ -213,12 +219,12 @@ class ClusterRecorder(Recorder):
         self._granted_until = anyio.current_time() + DENIED_SECONDS
         return False
 
-    def _put_back(self, pod: Pod, annotations: dict[str, str]) -> None:
+    def _put_back(self, pod: Regarding, annotations: dict[str, str]) -> None:
         """Have them written later, together with what has come for the pod meanwhile."""
         _, newer = self._waiting.pop(pod.uid, (pod, {}))
-        self.annotate(pod, {**annotations, **newer})
+        self._add(pod, {**annotations, **newer})
 
-    def _keep_refused(self, pod: Pod, annotations: dict[str, str]) -> None:
+    def _keep_refused(self, pod: Regarding, annotations: dict[str, str]) -> None:
         if pod.uid in self._waiting:  # the next container's have come meanwhile
             _, newer = self._waiting[pod.uid]
             self._waiting[pod.uid] = (pod, {**annotations, **newer})

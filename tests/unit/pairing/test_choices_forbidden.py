@@ -5,11 +5,12 @@ from itertools import pairwise
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable
 from agent.cluster.reviews import PATH, lacks_right
-from agent.model.pod import Container
+from agent.model.pod import Container, Metadata, Pod
 from agent.pairing.cluster_pods import DENIED_LONGEST_SECONDS, DENIED_SECONDS, ClusterRecorder
 from tests.pods import a_pod
 from tests.virtual_time import in_virtual_time
@@ -130,3 +131,28 @@ async def test_the_server_is_asked_for_a_right(granted: bool, lacks: bool) -> No
     api = Api()
     api.granted = granted
     assert await lacks_right(api, "patch", "pods", "ns") is lacks  # type: ignore[arg-type]
+
+
+@in_virtual_time
+async def test_choices_that_wait_keep_no_whole_pods() -> None:
+    rig, freed = Rig(), 0
+    rig.api.granted = False
+
+    class Watched(Pod, frozen=True):
+        def __del__(self) -> None:
+            nonlocal freed
+            freed += 1
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.recorder.run)
+        for number in range(20):
+            pod = Watched(Metadata(f"p{number}", "ns", f"uid-{number}"))
+            rig.recorder.annotate(pod, {"note": "x"})
+            await anyio.lowlevel.checkpoint()
+        del pod
+        await anyio.sleep(DENIED_SECONDS / 2)
+        assert freed == 20
+        rig.api.granted = True
+        await anyio.sleep(DENIED_SECONDS)
+        assert len(rig.api.written) == 20
+        group.cancel_scope.cancel()
