@@ -27,7 +27,8 @@ LONGEST_PAUSE_SECONDS = 5.0
 # many in a row, and then one in so long, as client-go has it. Of all else, as of sizes, the newest holds.
 ONES_OWN_DOING = frozenset({"MemoryCapExceeded", "ContainerEnded", "ContainerNotEnded"})
 IN_A_ROW, SPARE_SECONDS = 25, 300.0
-REMEMBERED = 4096  # keys that were written, and senders; of older keys the API server still knows the name
+REMEMBERED = 4096  # keys that were written; of older ones the API server still knows the name
+MOST_SENDERS = 1024  # whose events are counted: a node has some hundred pods at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class EventRecorder:
         sent = max(0.0, sent - (now - at) / SPARE_SECONDS)
         flood = sent > IN_A_ROW - 1
         self._sent[about] = (sent if flood else sent + 1, now)
-        if len(self._sent) > REMEMBERED:
+        if len(self._sent) > MOST_SENDERS:
             self._sent.popitem(last=False)
         return flood
 
@@ -156,9 +157,9 @@ class EventRecorder:
         except ApiRefused as error:
             if error.status != HTTPStatus.CONFLICT:  # this or another process wrote it before
                 raise
-        self._once[name] = time.monotonic()
+        self._once[name] = now = time.monotonic()
         self._once.move_to_end(name)
-        if len(self._once) > REMEMBERED:
+        while len(self._once) > REMEMBERED or next(iter(self._once.values())) <= now - KEPT_SECONDS:
             self._once.popitem(last=False)
 
     def _body(self, event: Event, name: str, namespace: str) -> dict[str, object]:

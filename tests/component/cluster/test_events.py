@@ -11,7 +11,7 @@ import pytest
 from agent.cluster.api import ApiUnavailable
 from agent.cluster.event_recorder import (
     IN_A_ROW,
-    REMEMBERED,
+    MOST_SENDERS,
     SPARE_SECONDS,
     TRIES,
     WAITING,
@@ -129,7 +129,7 @@ async def test_events_of_pods_leave_room_for_the_node_s() -> None:
         for number in range(5000):  # senders that are remembered
             sender = Regarding("Pod", f"p{number}", "ns", f"{number}")
             recorder._is_flood(Event(sender, "ContainerEnded", "x"))
-        assert len(recorder._sent) == REMEMBERED
+        assert len(recorder._sent) == MOST_SENDERS
         async with anyio.create_task_group() as group:
             group.start_soon(recorder.run)
             await eventually(lambda: len(fake.of(EVENTS)) == 1)
