@@ -49,8 +49,10 @@ class Reloader:
                         async for change in folder.changes():
                             if change.name in names:
                                 break
-            except (FolderGone, OSError):
+            except (FolderGone, FileNotFoundError):
                 await anyio.sleep(SETTLE_SECONDS)
+            except OSError:  # others may have taken all of inotify, and for long
+                await anyio.sleep(LOOK_SECONDS)
             await anyio.sleep(SETTLE_SECONDS)
             await self.reload()
 
