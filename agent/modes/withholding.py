@@ -420,6 +420,9 @@ class Lingering:
             for gpu in self._doubted.pop(uid) if uid not in known else ():
                 self._left.setdefault(gpu, set()).add(uid)
                 self._recalled.add(uid)
+        self._recalled.intersection_update(set().union(*self._left.values()))
+        waiting = self._recalled | self._doubted.keys()
+        self._may_be = {uid: pods for uid, pods in self._may_be.items() if uid in waiting}
 
     def _ended(self) -> Mapping[str, set[str]]:
         """UIDs of pods that hold GPUs no more, by GPU."""

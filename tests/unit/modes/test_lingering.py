@@ -172,6 +172,31 @@ async def test_a_process_that_may_be_a_static_pods_is_judged_once_that_is_said()
     assert f"7 of pod {'a' * 32}" in host.lingering.found[FIRST.uuid]
 
 
+async def test_of_pods_whose_processes_have_gone_nothing_is_remembered() -> None:
+    host = Host()
+    host.known, host.static = frozenset(), {"a" * 32, "b" * 32}
+    host.pids = {FIRST.uuid: {7: "a" * 32, 8: "b" * 32, 9: "uid-departed"}, OTHER.uuid: {}}
+    lingering = host.lingering
+    await lingering.look()
+    assert lingering._may_be.keys() == {"a" * 32, "b" * 32}
+    host.static.clear()
+    await lingering.look()
+    assert f"7 of pod {'a' * 32}" in lingering.found[FIRST.uuid]
+    host.static = {"c" * 32}
+    host.pids[FIRST.uuid] = {8: "b" * 32}
+    await lingering.look()
+    await lingering.look()
+    assert lingering._recalled == lingering._may_be.keys() == {"b" * 32}
+    host.static = {"b" * 32}  # a kubelet that has just started lists it again
+    await lingering.look()
+    assert not lingering.found
+    host.static, host.pids[FIRST.uuid] = set(), {}
+    await lingering.look()
+    await lingering.look()
+    assert not lingering._recalled
+    assert not lingering._may_be
+
+
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("switches", [False, True])
 def test_a_process_that_stays_keeps_its_gpu(switches: bool) -> None:
