@@ -82,7 +82,7 @@ class SlicePublisher:
         self._devices: dict[str, Document] = {}  # as published last, by name
         self._leaving: dict[str, float] = {}  # since when GPUs are tainted because they leave
         self._supported = False
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # UIDs of others' slices that are being deleted
         self._wake = Cell(None)
         self._looks = Backoff(LEAVING_LOOK_SECONDS, LEAVING_LONGEST_SECONDS, jitter=LEAVING_JITTER)
         self.problem = "it has not been looked at yet whether the cluster has what DRA needs"
@@ -149,6 +149,7 @@ class SlicePublisher:
         if not self._supported and not await self._look_at_support():
             return REFUSED_LOOK_SECONDS
         ours, foreign = self._found()
+        self._told &= {each.metadata.uid for each in foreign}
         for each in foreign:
             await self._replace(each)
         await self._offers.look(self._sysfs)
