@@ -202,8 +202,8 @@ class PodCache:
         self.node = node
         self._node_uid = node_uid
         self._by_cgroup: tuple[object, str | None, CgroupUids[Pod]] = (None, None, CgroupUids({}))
-        self._selector = {"fieldSelector": f"spec.nodeName={node}"}
-        self.reflector: Reflector[Pod] = _Pods(api, "/api/v1/pods", self._selector, Pod, "pods")
+        selector = {"fieldSelector": f"spec.nodeName={node}"}
+        self.reflector: Reflector[Pod] = _Pods(api, "/api/v1/pods", selector, Pod, "pods")
 
     def pods(self) -> Mapping[str, Pod]:
         """The pods as last seen, by UID."""
@@ -251,8 +251,10 @@ class PodCache:
         return pod
 
     async def list_now(self) -> Sequence[Pod]:
-        """All pods of the node by one list within a second, of now: no version is named. Raises ApiError."""
-        found = await self._read("/api/v1/pods", _PodList, "the list of the node's pods", self._selector)
+        """The node's pods but finished ones, as of now, by one list within a second. Raises ApiError."""
+        # In one piece: thousands that have finished would take the agent's memory.
+        query = {"fieldSelector": f"spec.nodeName={self.node},status.phase!=Succeeded,status.phase!=Failed"}
+        found = await self._read("/api/v1/pods", _PodList, "the list of the node's pods", query)
         return found.items
 
     async def _read(self, path: str, kind: type[Read], what: str, query: Query = None) -> Read:

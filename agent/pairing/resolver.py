@@ -86,7 +86,7 @@ class PodSource:
         raise PodsUnavailable(f"pod {namespace}/{name} cannot be read: the agent has no API server")
 
     async def list_now(self) -> Collection[Pod]:
-        """All pods of this node by the API server's word of now, within a second. Raises PodsUnavailable."""
+        """This node's unfinished pods by the API server, as of now, in a second. Raises PodsUnavailable."""
         raise PodsUnavailable("the node's pods cannot be listed: the agent has no API server")
 
 

@@ -92,11 +92,12 @@ async def test_a_404_that_is_not_the_api_servers_word_on_the_pod_ends_nobody(
                 await cache.fetch("ns", "a")
 
 
-async def test_all_pods_are_listed_by_one_call_that_names_no_version() -> None:
+async def test_all_that_have_not_finished_are_listed_by_one_call_that_names_no_version() -> None:
     async with pod_cache() as (fake, cache):
         fake.scripts["/api/v1/pods"] = [objects({"kind": "PodList", "items": [pod("a"), pod("b")]})]
         assert [each.name for each in await cache.list_now()] == ["a", "b"]
-        assert dict(fake.asked[-1].query) == {"fieldSelector": "spec.nodeName=n"}
+        selector = "spec.nodeName=n,status.phase!=Succeeded,status.phase!=Failed"
+        assert dict(fake.asked[-1].query) == {"fieldSelector": selector}
         others: tuple[Any, ...] = ({"items": []}, {"kind": "Status"}, [])
         for other in others:
             fake.scripts["/api/v1/pods"] = [objects(other)]
