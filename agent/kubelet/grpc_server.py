@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import structlog
 from grpclib.const import Handler, Status
@@ -94,6 +95,8 @@ M = TypeVar("M")
 # For a call that is under way at the stop. One that waits for a kubelet that is busy for longer is given up.
 DRAIN_SECONDS = 2.0
 CLOSE_SECONDS = 0.5
+# Of the event loop, that asyncio takes from accepting a connection to its protocol.
+ACCEPTING_TURNS = 3
 
 
 class Handlers:
@@ -140,6 +143,17 @@ class _TrackingServer(Server):
 
     def _protocol_factory(self) -> H2Protocol:
         return _Connection(super()._protocol_factory(), self)
+
+    async def accept_no_more(self) -> None:
+        """Until `close`. One that was accepted a moment ago is made known, to be closed with the others.
+
+        A listener that closes while asyncio makes its transport leaves it open, with nobody to close it.
+        """
+        listening = self._server.sockets if self._server else ()  # type: ignore[attr-defined]
+        for each in listening:
+            asyncio.get_running_loop().remove_reader(each.fileno())
+        for _ in range(ACCEPTING_TURNS):
+            await anyio.lowlevel.checkpoint()
 
 
 class DrainableServer:
@@ -202,6 +216,7 @@ class DrainableServer:
                 while any(connection.busy() for connection in server.connections):
                     await anyio.sleep(0.005)
             server.closing = True
+            await server.accept_no_more()
             server.close()
             for connection in tuple(server.connections):
                 connection.transport.close()

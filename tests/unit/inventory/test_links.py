@@ -16,6 +16,7 @@ from agent.nvml.port import NvmlHung
 from agent.settings import Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
+from tests.pace import scaled
 
 
 class Site:
@@ -26,7 +27,7 @@ class Site:
         self.nvml = SimulatedNvml(self.machine)
         self.nvml.open()
         self.gpus = tuple(self.nvml.describe(index) for index in range(self.nvml.count()))
-        self.calls = WorkerThread("calls", deadline=0.05)
+        self.calls = WorkerThread("calls", deadline=scaled(0.15))
         self.read: list[Topology] = []
         inventory: Any = SimpleNamespace(mailbox=self)
         self.monitor = GpuMonitor(Settings(), self.nvml, self.calls, inventory, Supervisor())
