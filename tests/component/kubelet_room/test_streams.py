@@ -360,7 +360,7 @@ async def test_one_that_is_accepted_as_the_server_stops_is_closed(
         async def dialled() -> None:
             peer.connect(str(server.path))
             for _ in range(turns):
-                await anyio.sleep(0)
+                await anyio.lowlevel.checkpoint()
 
         monkeypatch.setattr(server, "unlink", dialled)
         await server.stop()
