@@ -332,7 +332,9 @@ class ModeSwitcher:
     def _look(self, targets: Mapping[str, GpuMode], holders: Holders) -> Waiting:
         """Begin the change of every GPU that nobody holds any more; answers who is waited for."""
         # Of another plugin's IDs, which the kubelet may ask for while it has that one's list, alike.
-        parents = self._inventory.value.parents
+        # An instance that was handed out may be gone by now: whose it was, the record remembers.
+        record = self._holdings.cell.value
+        parents = {**(record.parents if record else {}), **self._inventory.value.parents}
         begins = {text.partition(SEPARATOR)[0] for text in self._resources.granted_lately()}
         granted = {parents.get(uuid, uuid) for uuid in begins}
         # No record names a holder any more, and one may have left a process.

@@ -1,8 +1,10 @@
 """Pods with instances of GPUs in MIG mode: this agent's are taken over, those of another plugin left."""
 
+import anyio
 import pytest
 
 from agent.kit.tasks import Cell
+from agent.model.holding import Record
 from agent.model.modes import Mode
 from agent.model.node_inventory import everywhere
 from agent.modes.desired import Desired
@@ -101,3 +103,20 @@ async def test_held_instances_of_a_cordoned_gpu_are_taken_over() -> None:
         gpu(0, mig=True), kubelet=one_pod(), desired=MIG, standing=MIG, cordons=cordons
     ) as node:
         await node.reach("mig-")
+
+
+async def test_an_instance_that_is_gone_keeps_its_gpu_while_it_is_being_handed_out() -> None:
+    """Somebody has destroyed it meanwhile: the inventory does not know its GPU any more."""
+    kubelet = Kubelet()
+    kubelet.cell.publish(Record((), (), parents={"MIG-0-1": gpu(0).uuid}))
+    async with switching(gpu(0, mig=True), kubelet=kubelet, desired=MIG, standing=MIG) as node:
+        await node.reach("mig")
+        node.lists.granted = {"MIG-0-1"}
+        node.want(Mode.OFF)
+        await node.reach("mig-")
+        reads = kubelet.reads
+        while kubelet.reads < reads + 2:
+            await anyio.sleep(0.01)
+        assert node.assignment.value.of(gpu(0).uuid).leaving
+        node.lists.granted = set()
+        await node.reach("off")
