@@ -191,7 +191,7 @@ async def build_switching(
     def endpoint_of(plugin: ResourcePlugin) -> Endpoint:
         root = Path(settings.kubelet.root)
         record = core.holdings
-        return Endpoint(plugin, root, settings.device_plugins_folder, record.allocated, lambda: record.began)
+        return Endpoint(plugin, root, settings.device_plugins_folder, record.allocated, lambda: record.newest)
 
     resources = ResourceSet(
         {mode: wing.plugins for mode, wing in wings.items()},
@@ -201,7 +201,7 @@ async def build_switching(
         tasks.group,
         before_first=ahead(own, snapshot, assignment, most, grown) if own else None,
     )
-    core.holdings.rewrite = resources.send_again
+    core.holdings.rewrite, core.holdings.granted = resources.send_again, resources.granted_lately
     node = build_node(core, cluster, own, resources, assignment) if cluster and own else None
     cordons = CordonBook(Path(settings.host.state) / "cordons.json", snapshot, own)
     await cordons.restore()

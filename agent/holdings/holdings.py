@@ -4,7 +4,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Any
 
 import anyio
@@ -19,6 +19,7 @@ from agent.holdings.record import (
     Evidence,
     PodEvidence,
     PodKey,
+    Stamp,
     View,
     join,
 )
@@ -49,6 +50,8 @@ BURST_SECONDS = 3.0
 REWRITE_SECONDS, REWRITE_LONGEST_SECONDS = 30.0, 1800.0
 # A reading in whose middle the kubelet restarts is made again: of whom an answer is would not be known.
 READINGS = 3
+# The time at which a file was written may lie so much behind the wall clock: the kernel counts in ticks.
+TICK_SECONDS = 0.01
 
 
 def strangers_by_gpu(pods: Record, gpus: Mapping[int, str]) -> dict[str, tuple[Holding, str]]:
@@ -109,11 +112,16 @@ class HoldingsWatch:
         self.ask_after: Callable[[Mapping[str, PodKey], Collection[PodKey]], Awaitable[None]] | None = None
         # Has the kubelet write its checkpoint, by another list: without what it has freed since.
         self.rewrite: Callable[[], None] | None = None
+        # Device IDs that are being handed out, or were and are in no reading yet.
+        self.granted: Callable[[], frozenset[str]] = frozenset
         self._rewrites = Backoff(REWRITE_SECONDS, REWRITE_LONGEST_SECONDS, jitter=0.0)
         self._doubtful: frozenset[str] = frozenset()  # UIDs for which it is to be written
         self._rewrite_at = math.inf
         self._checkpoint_known = False  # whether this process has read it at least once
         self._unreadable: str | None = None  # the checkpoint, and why
+        # Its file as seen last, and when that reading began, by the monotonic clock and that of the wall.
+        self._seen: tuple[Stamp | None, float, int] = (None, -math.inf, 0)
+        self._written = -math.inf  # a moment after which that file was written
         self.cell: Cell[Record | None] = Cell(None)  # None: never read, or not readable now
         # Published when somebody holds something else, also while the kubelet does not answer: `gpus_by_pod`.
         self.holders: Cell[int] = Cell(0)
@@ -125,6 +133,11 @@ class HoldingsWatch:
     def began(self) -> float:
         """When the newest reading began, by the monotonic clock in seconds."""
         return self._record.listed.began
+
+    @property
+    def newest(self) -> Record:
+        """The record by that reading, whether `cell` shows it or not."""
+        return self._record.joined
 
     @property
     def published(self) -> float:
@@ -217,6 +230,7 @@ class HoldingsWatch:
                 ends = Backoff(RETRY_SECONDS, REFRESH_SECONDS)
                 while True:
                     await self.refresh()
+                    self.granted()  # those that this reading shows end: their pods may before anybody asks
                     self._have_it_written()
                     if self.problem:
                         pause = RETRY_SECONDS
@@ -330,14 +344,15 @@ class HoldingsWatch:
             self._socket = await self._kubelet()
         for _ in range(READINGS):
             # That of the end of the reading before: one look says that nothing has changed since then.
-            before, began = self._socket, monotonic()
+            before, began, wall = self._socket, monotonic(), time_ns()
             entries = await self._entries()
+            written = self._written_after(entries, began, wall)
             # Without a file nothing is known of what this kubelet found.
             read = self._unreadable is None and bool(entries)
             listed = await self.client.list(give_up - anyio.current_time())
             self._socket = after = await self._kubelet()
             if before == after:
-                return self._joined(replace(listed, began=began), entries, after, read=read)
+                return self._joined(replace(listed, began=began, written=written), entries, after, read=read)
         raise PodResourcesUnavailable(f"the kubelet restarted while it was asked by {self.client.path}")
 
     async def confirm(self, holdings: Collection[Holding]) -> Record:
@@ -421,6 +436,20 @@ class HoldingsWatch:
             return self._record.entries
         self._unreadable, self._checkpoint_known = None, True
         return entries
+
+    def _written_after(self, entries: Entries, began: float, wall: int) -> float:
+        """A moment after which the kubelet wrote these entries down; `began` where there is no file."""
+        file = self._checkpoint
+        if file is None or self._unreadable or not file.stamp:
+            return began
+        if entries is not file.entries:
+            return -math.inf  # another reading has found later ones meanwhile
+        stamp, before, wall_before = self._seen
+        # A kubelet whose disk stalls puts a file in place long after it has written it.
+        if stamp != file.stamp and file.stamp[1] >= wall_before - TICK_SECONDS * 1e9:
+            self._written = max(self._written, before)
+        self._seen = (file.stamp, began, wall)
+        return self._written
 
     async def _kubelet(self) -> Identity | None:
         """Which kubelet it was that answered: each makes its own socket; None: that does not matter."""

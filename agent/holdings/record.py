@@ -29,6 +29,7 @@ FILE_NAME = "kubelet_internal_checkpoint"
 # Device IDs by pod UID, container and resource.
 _Place = tuple[str, str, str]
 Entries = Mapping[_Place, frozenset[str]]
+Stamp = tuple[int, int, int]  # inode, nanoseconds at which it was written, by the wall clock, and size
 
 
 class CheckpointUnreadable(Exception):
@@ -55,8 +56,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE_NAME
-        self._stamp: object = None
-        self._entries: Entries = {}
+        self.stamp: Stamp | None = None  # of the file that was read last
+        self.entries: Entries = {}
         # By their bytes: each admission replaces the file, in which one entry is new.
         self._known: Mapping[bytes, tuple[_Place, frozenset[str]]] = {}
 
@@ -68,20 +69,20 @@ class Checkpoint:
         try:
             stat = self._file.stat()
             stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            if stamp != self._stamp:
+            if stamp != self.stamp:
                 content = msgspec.json.decode(self._file.read_bytes(), type=_File)
                 raw = map(bytes, content.data.pod_device_entries or ())
                 self._known = {each: self._known.get(each) or _entry(each) for each in raw}
-                self._entries = dict(self._known.values())
-                self._stamp = stamp
+                self.entries = dict(self._known.values())
+                self.stamp = stamp
         except FileNotFoundError:
-            self._stamp, self._entries = None, {}
+            self.stamp, self.entries = None, {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._stamp = None
+            self.stamp = None
             raise CheckpointUnreadable(
                 f"the kubelet's checkpoint {self._file} is not readable: {error}"
             ) from error
-        return self._entries
+        return self.entries
 
 
 def _entry(raw: bytes) -> tuple[_Place, frozenset[str]]:
@@ -289,6 +290,7 @@ def join(
         newcomers=_newcomers(before, listed, same_kubelet=same_kubelet),
         leftover=_leftover(() if fresh else before.joined.leftover, by_pod, pods),
         began=listed.began,
+        written=listed.written,
         uids=_uids(pods),
         unshown=unshown,
         away=view.away,

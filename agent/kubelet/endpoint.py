@@ -6,7 +6,6 @@ kubelet.sock, the older way in, is only looked at, to distinguish a kubelet that
 dropped us.
 """
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from agent.kit.files import FolderGone, watching
 from agent.kit.tasks import Backoff
 from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.podresources import KubeletSocket
-from agent.kubelet.service import DevicePluginService
+from agent.kubelet.service import NOTHING_READ, DevicePluginService
 from agent.kubelet.wire import ResourcePlugin
+from agent.model.holding import Record
 
 log = structlog.get_logger()
 
@@ -39,7 +39,7 @@ class Endpoint:
         kubelet_root: Path,
         device_plugins: Path,
         allocated: Callable[[], None] = lambda: None,
-        read: Callable[[], float] = lambda: -math.inf,
+        read: Callable[[], Record] = lambda: NOTHING_READ,
     ) -> None:
         """`allocated`, `read`: as `DevicePluginService` has them."""
         self.plugin = plugin

@@ -19,11 +19,13 @@ from agent.kit.tasks import Cell, describe
 from agent.kubelet import wire
 from agent.kubelet.grpc_server import Handlers, received, send
 from agent.kubelet.wire import Reason, Refused, ResourcePlugin
+from agent.model.holding import Record, Source
 from agent.model.modes import SEPARATOR
 
 log = structlog.get_logger()
 
 M = TypeVar("M")
+NOTHING_READ = Record()
 
 API_VERSION = "v1beta1"
 # The kubelet sets no deadline on calls that hold up every pod of the node, so the agent does: on the request,
@@ -34,9 +36,12 @@ REQUEST_SECONDS = 20.0
 ANSWER_SECONDS = 20.0
 PRE_START_SECONDS = 28.0  # the kubelet gives up after 30
 SEND_SECONDS = 30.0
-# PodResources shows devices some milliseconds after Allocate. A reading that began so much later
-# shows whether they came to anybody: this is ample.
+# The kubelet knows who got something some milliseconds after Allocate: this is ample. What it writes down so
+# much later shows whether they came to anybody. PodResources never show what plain init containers hold.
 GRANT_SECONDS = 2.0
+# It writes when a container has all its devices, or with a list of a plugin, if its disk lets it: it may be
+# that it never does, and a reading that began so much later is believed without.
+UNWRITTEN_SECONDS = 20.0
 # A pod takes two calls for each resource, one right after the other.
 FOLLOWED_SECONDS = 0.005
 
@@ -66,11 +71,11 @@ class DevicePluginService:
         self,
         plugin: ResourcePlugin,
         allocated: Callable[[], None] = lambda: None,
-        read: Callable[[], float] = lambda: -math.inf,
+        read: Callable[[], Record] = lambda: NOTHING_READ,
     ) -> None:
         """`allocated` is called after each Allocate that was granted.
 
-        `read` answers when the newest reading of the kubelet's record began, by the monotonic clock.
+        `read` answers who holds what, by the newest reading of the kubelet's record.
         """
         self.plugin = plugin
         self._allocated = allocated
@@ -85,6 +90,8 @@ class DevicePluginService:
         # Device IDs that no reading could show yet, with the time of the grant, the oldest first, and
         # those of calls under way.
         self._granted: dict[str, float] = {}
+        self._judged = NOTHING_READ  # the reading by which these were looked at last
+        self._sent_again = -math.inf  # when the list was, for the checkpoint
         self._asked: list[tuple[str, ...]] = []
         self._draining = False
         self._serving = 0  # calls whose pods wait
@@ -148,14 +155,38 @@ class DevicePluginService:
 
     def granted_lately(self) -> frozenset[str]:
         """Device IDs that are being handed out, or were and stand in no reading yet."""
-        self._forget()
+        record = self._forget()
+        if self._granted and record is not self._judged:
+            self._judged = record
+            self._forget_shown(record)
+            self._have_it_written(record.began)
         return frozenset(self._granted).union(*self._asked)
 
-    def _forget(self) -> None:
-        """Let go of grants that the newest reading is later than; no age ends one."""
-        oldest = self._read() - GRANT_SECONDS
+    def _forget(self) -> Record:
+        """Let go of grants that the newest reading would show; no age alone ends one."""
+        record = self._read()
+        oldest = max(record.written - GRANT_SECONDS, record.began - UNWRITTEN_SECONDS)
         while self._granted and self._granted[first := next(iter(self._granted))] < oldest:
             del self._granted[first]
+        return record
+
+    def _forget_shown(self, record: Record) -> None:
+        """Let go of grants that a reading shows which began afterwards: it speaks for them from now on."""
+        later = [device for device, granted in self._granted.items() if granted < record.began]
+        holdings = (each for each in record.holdings if each.resource == self.plugin.resource)
+        known = [each.id_set for each in holdings if each.source is not Source.FORGOTTEN]
+        for device in frozenset[str]().union(*known).intersection(later) if later else ():
+            del self._granted[device]
+
+    def _have_it_written(self, began: float) -> None:
+        """Send the list again where a reading left open who has got something.
+
+        The kubelet writes its checkpoint with each.
+        """
+        waits = any(granted < began - GRANT_SECONDS for granted in self._granted.values())
+        if waits and began > self._sent_again + GRANT_SECONDS:
+            self._sent_again = time.monotonic()
+            self.plugin.lists.publish(self.plugin.lists.value)
 
     @contextmanager
     def _handing_out(self, containers: Iterable[Iterable[str]]) -> Iterator[None]:

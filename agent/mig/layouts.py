@@ -214,20 +214,17 @@ class Layouts:
         for holding in record.holdings:
             if instance in holding.gpus:
                 return f"{holding.namespace}/{holding.pod}".removeprefix("/")
-        if any(plugin.granted_lately(instance, record.began) for plugin in self._plugins()):
-            return ADMITTED
-        return ""
+        return ADMITTED if instance in self._node.holdings.granted() else ""
 
     async def _destroy(self, state: GpuState, course: _Course, going: Sequence[Standing]) -> bool:
         """Destroy what nobody has by a reading that begins now; whether anything went."""
         record = await self._node.holdings.refresh()
         went = False
-        for each in going:
+        # All at once: a later reading ends grants that it shows, and this one may not show them.
+        for each in [each for each in going if not (each.uuid and self._holder(each.uuid, record))]:
             one = each.instance
             if self._wanted(state.uuid) != course.wanted:
                 break
-            if each.uuid and self._holder(each.uuid, record):
-                continue
             # One that is adopted is ours if only a part of it goes.
             await self._book.note(Made(state.uuid, one.profile, one.start, one.number, each.uuid))
             try:

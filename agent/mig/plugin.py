@@ -9,7 +9,6 @@ from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.tasks import Cell, follow
-from agent.kubelet.service import GRANT_SECONDS
 from agent.kubelet.wire import Allocation, Refused
 from agent.lists.single import SingleResource
 from agent.model.gpu import Instance
@@ -45,7 +44,6 @@ class MigPlugin(SingleResource):
         self._injector = injector
         self._of_all = of_all
         self._leaving = leaving
-        self._handed: dict[str, float] = {}  # when each ID was handed out last, by the monotonic clock
         self._seen: dict[str, tuple[str, float]] = {}  # GPU of each ID; since when it is gone, or inf
         self.lists = Cell(self._encoded(modes.value))
 
@@ -102,12 +100,7 @@ class MigPlugin(SingleResource):
         if trouble := self._trouble(state, device_id):
             raise Refused(f"{where} is unhealthy: {trouble}; it is handed out again when it has recovered")
 
-    def granted_lately(self, instance: str, read: float) -> bool:
-        """Whether it was handed out so lately that a reading which began at `read` may not show it."""
-        return self._handed.get(instance, -inf) > read - GRANT_SECONDS
-
     def _given(self, ids: Sequence[str]) -> Allocation:
-        self._handed |= dict.fromkeys(ids, monotonic())
         found = [
             (state.gpu, each)
             for state in self._inventory.value.gpus

@@ -175,6 +175,8 @@ class Record:
     leftover: tuple[frozenset[str], ...] = field(default=(), compare=False)
     # When the reading began, by the monotonic clock in seconds: what was granted later is not in it.
     began: float = field(default=-math.inf, compare=False)
+    # A moment of that clock: the checkpoint that was read has been written later. Without one it is `began`.
+    written: float = field(default=-math.inf, compare=False)
 
     @cached_property
     def pods(self) -> frozenset[tuple[str, str]]:

@@ -18,6 +18,7 @@ from agent.kubelet import wire
 from agent.kubelet.grpc_server import DrainableServer
 from agent.kubelet.service import DevicePluginService
 from agent.kubelet.wire import Allocation, PreferenceRequest
+from agent.model.holding import Record
 from agent.model.modes import Assignment
 from tests.component import protos
 from tests.pace import scaled
@@ -82,7 +83,9 @@ class Served:
         self.plugin = plugin
         self.path = path
         self.read = -math.inf  # when the newest reading of the kubelet's record began
-        self.service = DevicePluginService(plugin, allocated, lambda: self.read)
+        self.service = DevicePluginService(
+            plugin, allocated, lambda: Record(began=self.read, written=self.read)
+        )
         self.server = DrainableServer(self.service.handlers(), path)
 
     @property

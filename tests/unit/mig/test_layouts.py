@@ -12,10 +12,11 @@ import pytest
 
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.tasks import Cell
+from agent.kubelet.service import DevicePluginService
 from agent.kubelet.wire import Refused
 from agent.mig import layouts
 from agent.mig.made import NAME, Made, MadeBook
-from agent.mig.plugin import resource_of
+from agent.mig.plugin import MigPlugin, resource_of
 from agent.mig.wing import MigWing
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
@@ -82,6 +83,12 @@ class Rig:
         held = tuple(Holding("ns", f"pod{n}", "c", "any", (text,)) for n, text in enumerate(ids))
         self.record = Record(held, (), began=anyio.current_time())
         self.node.holdings.cell.publish(self.record)
+
+    def hand_out(self, plugin: MigPlugin, instance: str) -> None:
+        """The kubelet has just had an instance allocated, and no reading shows it."""
+        service = DevicePluginService(plugin, read=lambda: self.record)
+        service._touch([[instance]])
+        self.node.holdings.granted = service.granted_lately
 
     def placed(self) -> dict[int, str]:
         instances = self.machine.gpu(0).instances
@@ -161,8 +168,7 @@ async def test_what_somebody_has_is_never_destroyed(tmp_path: Path, by: str) -> 
                 number = next(e.gpu_instance for e in rig.machine.gpu(0).instances if e.start == 4 and e.used)
                 rig.machine.processes.start(0, 4711, gpu_instance=number)
             case "grant":
-                rig.node.holdings.look = lambda _: rig._refresh()  # type: ignore[method-assign,assignment,misc]
-                await plugin.allocate((held,))
+                rig.hand_out(plugin, held)
             case _:
                 rig.away = True
         rig.want("1g.18gb")

@@ -14,7 +14,7 @@ from agent.kit.tasks import Backoff
 from agent.mig import layouts, mig_mode
 from agent.mig.made import NAME
 from agent.mig.plugin import MigPlugin
-from agent.model.holding import Record
+from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
 from agent.model.node_inventory import everywhere
 from agent.modes.desired import Desired
@@ -316,3 +316,51 @@ async def test_one_failure_stops_no_other_instance(tmp_path: Path, monkeypatch: 
     async with running(rig) as wing:
         await problem(wing, rig.uuid, "3g.71gb at slice 0 cannot be made")
         await until(rig, {4: "3g.71gb"})
+
+
+async def test_what_nobody_got_in_the_end_is_destroyed_though_no_record_says_anything_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod was refused for another resource. Readings that are all alike are not published."""
+    monkeypatch.setattr(layouts, "DRAIN_LOOK_SECONDS", 0.1)
+    rig = Rig(tmp_path)
+    rig.want("3g.71gb")
+    async with running(rig) as wing:
+        await until(rig, {0: "3g.71gb"})
+        (plugin,) = wing.plugins()
+        plugin.refresh()
+        rig.node.holdings.look = lambda _: rig._refresh()  # type: ignore[method-assign,assignment,misc]
+        await plugin.allocate((rig.uuid_at(0),))
+        rig.hand_out(plugin, rig.uuid_at(0))
+        rig.want("7g.141gb")
+        assert await steady(rig, 0.6) == {0: "3g.71gb"}
+        later = time.monotonic() + 3600
+        rig.record = Record((), (), began=later, written=later)
+        await until(rig, {0: "7g.141gb"})
+
+
+async def test_a_grant_that_a_reading_shows_meanwhile_is_no_instance_that_nobody_has(tmp_path: Path) -> None:
+    """To destroy the other instance takes the driver seconds, and there are readings in between."""
+    rig = Rig(tmp_path)
+    rig.want("3g.71gb", "3g.71gb")
+    async with running(rig):
+        await until(rig, {0: "3g.71gb", 4: "3g.71gb"})
+        held, granted = rig.uuid_at(4), set[str]()
+        rig.node.holdings.granted = lambda: frozenset(granted)
+        destroy, refresh = rig.nvml.destroy_instance, rig._refresh
+
+        async def before_it_shows() -> Record | None:
+            granted.add(held)
+            return await refresh()
+
+        def slow(*args: Any) -> None:
+            destroy(*args)
+            granted.clear()
+            rig.record = Record((Holding("ns", "p", "c", "any", (held,)),))
+            rig.node.holdings.refresh = refresh  # type: ignore[method-assign]
+
+        rig.node.holdings.refresh = before_it_shows  # type: ignore[method-assign]
+        rig.nvml.destroy_instance = slow  # type: ignore[method-assign]
+        rig.want("1g.18gb")
+        await until(rig, {0: "1g.18gb", 4: "3g.71gb"})
+        assert await steady(rig, 0.6) == {0: "1g.18gb", 4: "3g.71gb"}

@@ -334,7 +334,10 @@ async def test_slow_reading_keeps_grants(monkeypatch: pytest.MonkeyPatch) -> Non
             return known
 
     kubelet = Slow()
-    service = DevicePluginService(SimpleNamespace(resource="r", lists=Cell(b"")), read=lambda: kubelet.began)
+    service = DevicePluginService(
+        SimpleNamespace(resource="r", lists=Cell(b"")),
+        read=lambda: Record(began=kubelet.began, written=kubelet.began),
+    )
     for seconds in (LIST_SECONDS, 60.0):
         async with switching(one, kubelet=kubelet, first=Mode.PGPU) as node:
             node.lists.granted_lately = service.granted_lately  # type: ignore[method-assign]
