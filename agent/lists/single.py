@@ -55,6 +55,10 @@ class SingleResource(ABC):
     def _healthy(self, state: GpuState, device_id: str) -> bool:  # noqa: ARG002
         return state.healthy
 
+    def _lingers(self, device_id: str) -> bool:  # noqa: ARG002
+        """Whether it stays listed for a while though its GPU is offered no more."""
+        return False
+
     async def run(self) -> None:
         await follow(self.refresh, self._inventory, self._modes, self._record.cell)
 
@@ -235,7 +239,7 @@ class SingleResource(ABC):
             for text in self._ids(state, mode):
                 if mode.offered:
                     yield text, self._healthy(state, text), state.gpu.numa_node
-                elif mode.leaving or text in held:
+                elif mode.leaving or text in held or self._lingers(text):
                     yield text, False, state.gpu.numa_node
 
     def _held(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from agent.holdings.holdings import HoldingsWatch
 from agent.injection.inject import Injector
 from agent.inventory.snapshot import GpuState, Snapshot
-from agent.kit.tasks import Cell, follow
+from agent.kit.tasks import Cell, repeat
 from agent.kubelet.wire import Allocation, Refused
 from agent.lists.single import SingleResource
 from agent.model.gpu import Instance
@@ -48,19 +48,28 @@ class MigPlugin(SingleResource):
         self.lists = Cell(self._encoded(modes.value))
 
     async def run(self) -> None:
-        await follow(self.refresh, self._inventory, self._modes, self._record.cell, self._injector.named)
+        await repeat(self._round, self._inventory, self._modes, self._record.cell, self._injector.named)
+
+    async def _round(self) -> float | None:
+        self.refresh()
+        return LINGER_SECONDS if any(map(self._lingers, self._seen)) else None
 
     def _ids(self, state: GpuState, mode: GpuMode) -> Sequence[str]:
-        if mode.mode is not Mode.MIG:
-            return ()
         now, there = monotonic(), [each.uuid for each in state.gpu.instances if self._sells(each)]
-        self._seen |= dict.fromkeys(there, (state.uuid, inf))
+        if mode.mode is Mode.MIG:
+            self._seen |= dict.fromkeys(there, (state.uuid, inf))
+        else:  # those that are there have left with the mode; one that was destroyed lingers in any
+            self._seen = {uuid: seen for uuid, seen in self._seen.items() if uuid not in there}
+            there = []
         gone = [uuid for uuid, (gpu, _) in self._seen.items() if gpu == state.uuid and uuid not in there]
         for uuid in gone:
             self._seen[uuid] = state.uuid, (since := min(self._seen[uuid][1], now))
             if now - since > LINGER_SECONDS and uuid not in self._held():
                 del self._seen[uuid]
         return [*there, *(uuid for uuid in gone if uuid in self._seen)]
+
+    def _lingers(self, device_id: str) -> bool:
+        return self._seen.get(device_id, ("", inf))[1] < inf
 
     def _sells(self, instance: Instance) -> bool:
         if self._of_all is None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import anyio
 import anyio.to_thread
 import pytest
 
@@ -24,7 +25,7 @@ from agent.mig.wing import MigWing
 from agent.model.gpu import Driver, Gpu, Instance
 from agent.model.health import HEALTHY, HealthState
 from agent.model.holding import Holding, Record
-from agent.model.modes import Assignment, GpuMode, Mode
+from agent.model.modes import Assignment, GpuMode, Mode, Offering
 from agent.model.node_inventory import everywhere
 from agent.modes.desired import Desired
 from agent.modes.planner import MIG_REASON, plan
@@ -125,6 +126,39 @@ def test_one_that_was_destroyed_stays_listed_for_a_while_from_then(monkeypatch: 
     assert bench.listed(SMALL) == {"MIG-0-1": "Unhealthy"}
     now[0] += 1
     assert bench.listed(SMALL) == {}
+
+
+@pytest.mark.parametrize("mode", [GpuMode(Mode.MIG, Offering.CLOSED), GpuMode(), GpuMode(Mode.PGPU)])
+def test_one_that_was_destroyed_stays_listed_though_its_gpu_leaves_the_mode(
+    mode: GpuMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing to wait for it does so at once, and the kubelet may be allocating it still."""
+    now = [100.0]
+    monkeypatch.setattr("agent.mig.plugin.monotonic", lambda: now[0])
+    bench = Bench(parted(0, instance(0, 1), instance(0, 2)))
+    assert len(bench.listed(SMALL)) == 2
+    bench.snapshot.publish(snapshot_of(parted(0, instance(0, 2))))
+    bench.assignment.publish(Assignment({"GPU-0": mode}))
+    assert bench.listed(SMALL) == {"MIG-0-1": "Unhealthy"}
+    now[0] += LINGER_SECONDS + 1
+    assert bench.listed(SMALL) == {}
+    # One that was off the list already does not come back for its end.
+    bench.snapshot.publish(snapshot_of(parted(0)))
+    assert mode.mode is Mode.MIG or bench.listed(SMALL) == {}
+
+
+async def test_it_leaves_the_list_though_nothing_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.mig.plugin.LINGER_SECONDS", 0.1)
+    bench = Bench(parted(0, instance(0, 1)))
+    plugin = bench.plugin(SMALL)
+    async with anyio.create_task_group() as group:
+        group.start_soon(plugin.run)
+        bench.assignment.publish(Assignment({"GPU-0": GpuMode()}))
+        bench.snapshot.publish(snapshot_of(parted(0)))
+        with anyio.fail_after(10):
+            await plugin.lists.wait_for(lambda content: b"MIG-0-1" in content)
+            await plugin.lists.wait_for(lambda content: b"MIG-0-1" not in content)
+        group.cancel_scope.cancel()
 
 
 @pytest.fixture
