@@ -107,13 +107,12 @@ class MigSwitch:
                 await self._set(gpu, on=False)
                 await self._book.forget(gpu.uuid)
                 await self._book.note_switch(gpu.uuid, on=False)
+                self._stays.pop(gpu.uuid, None)
+                await self._seen(gpu, on=False)  # also by who turns it on next
         except (NvmlError, OSError) as error:
             self._stays[gpu.uuid] = (str(error), anyio.current_time() + AGAIN_SECONDS)
             if str(error) != before:
                 log.warning("mig_mode_stays", gpu=gpu.uuid, problem=str(error))
-            return
-        self._stays.pop(gpu.uuid, None)
-        await self._seen(gpu, on=False)
 
     async def run(self) -> None:
         """Turn off what could not be, and what an earlier agent has left so, for ever."""

@@ -248,6 +248,28 @@ async def test_mig_mode_that_stayed_is_turned_off_later(
         await so(lambda: not rig.machine.gpu(1).mig_mode)
 
 
+async def test_mig_mode_that_was_turned_off_this_moment_is_turned_on_again(tmp_path: Path) -> None:
+    """The inventory shows it as it was before: nothing is concluded from that."""
+    rig = Rig(tmp_path)
+    asked(rig, "3g.71gb")
+    scans = True
+    rig.node = replace(rig.node, read_again=lambda: rig.scan() if scans else None)
+    gpu = rig.snapshot.value.gpus[1].gpu
+    async with running(rig) as wing:
+        await wing.prepare(gpu)
+        scans = False
+        rig.node.desired.cell.publish(Desired("pgpu", everywhere(Mode.PGPU)))
+        async with anyio.create_task_group() as group:
+            group.start_soon(wing.give_back, gpu)
+            await so(lambda: not rig.machine.gpu(1).mig_mode)
+            asked(rig, "3g.71gb")
+            group.start_soon(wing.prepare, gpu)
+            await anyio.sleep(0.1)
+            scans = True
+            rig.scan()
+        assert rig.machine.gpu(1).mig_mode
+
+
 async def test_mig_mode_of_instances_that_a_record_names_stays(tmp_path: Path) -> None:
     """The last request is lost: the switcher takes nobody for a holder."""
     rig = Rig(tmp_path)
