@@ -90,6 +90,10 @@ class SingleResource(ABC):
                 left |= (offered - gone) & self._lost_by_the_asking(request.size)
         if (taken or gone) and len(chosen) + len(left) < request.size:
             raise self._no_longer_offered(gone) if gone else self._held_already(taken)
+        # Those that fell ill, or began to leave, since the kubelet looked: one of them may be refused.
+        ill = {text for text, healthy, _ in self._devices(self._modes.value) if not healthy}
+        if len(chosen) + len(left - ill) >= request.size:
+            left -= ill
         free = [text for text in dict.fromkeys(request.available) if text in left]
         return self._chosen(free, chosen, request.size)
 

@@ -232,6 +232,20 @@ async def test_gpus_that_nobody_uses_are_kept_so() -> None:
     assert await plugin.prefer(PreferenceRequest(free, ("MIG-0-3",), 1)) == ["MIG-0-3"]
 
 
+async def test_one_that_is_to_be_destroyed_is_not_preferred() -> None:
+    """It has been marked while the kubelet was asked who holds what."""
+    bench = Bench(parted(0, instance(0, 1), instance(0, 2)))
+    plugin = bench.plugin(SMALL)
+    bench.hold(SMALL, "MIG-0-1")
+
+    async def meanwhile(_: float) -> Record:
+        bench.wing._layouts.leaving["MIG-0-1"] = "no place for it"
+        return Record(began=2.0)
+
+    bench.node.holdings.look = meanwhile  # type: ignore[method-assign,assignment]
+    assert await plugin.prefer(PreferenceRequest(("MIG-0-1", "MIG-0-2"), (), 1)) == ["MIG-0-2"]
+
+
 async def test_trouble_of_an_instance_is_its_own() -> None:
     bench = Bench(parted(0, instance(0, 1), instance(0, 2)))
     state = bench.snapshot.value.gpus[0]

@@ -257,6 +257,26 @@ async def test_a_gpu_that_has_left_altogether_is_not_preferred(mode: GpuMode) ->
     assert await parts.prefer(["GPU-0", "GPU-1"], 1) == ["GPU-1"]
 
 
+@pytest.mark.parametrize("by", ["illness", "closing"])
+async def test_a_gpu_that_is_well_is_preferred_to_one_that_is_not_any_more(by: str) -> None:
+    """It was when the kubelet chose, and the kubelet was slow to say who holds what."""
+    parts = Parts(2)
+    parts.hold("GPU-0", "GPU-1")
+    look = parts.look
+
+    async def meanwhile(deadline: float = 1.0) -> Record:
+        parts.truth = Record((), ())
+        if by == "illness":
+            parts.fall_ill(0)
+        else:
+            parts.set_mode(0, GpuMode(Mode.PGPU, Offering.CLOSING))
+        return await look(deadline)
+
+    parts.look = meanwhile  # type: ignore[method-assign]
+    assert await parts.prefer(["GPU-0", "GPU-1"], 1) == ["GPU-1"]
+    assert set(await parts.prefer(["GPU-0", "GPU-1"], 2)) == {"GPU-0", "GPU-1"}
+
+
 async def test_a_gpu_that_leaves_the_list_while_the_kubelet_is_asked_is_not_granted() -> None:
     parts = Parts(2)
     parts.hold("GPU-1")
