@@ -212,8 +212,8 @@ class HoldingsWatch:
         return self._whole(frozenset[str]().union(*nameless))
 
     def _whole(self, uuids: frozenset[str]) -> frozenset[str]:
-        """With the GPUs of instances in their place."""
-        gpus = self.instances()
+        """With the GPUs of instances in their place, also of those that somebody has destroyed since."""
+        gpus = {**self._record.joined.parents, **self.instances()}
         return frozenset(gpus.get(uuid, uuid) for uuid in uuids)
 
     def allocated(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.holding import Holding, Record
 from agent.model.modes import DeviceId, Mode, parse
 from tests.component.kubelet_room.parts import eventually
+from tests.unit.holdings.record_node import Node
 from tests.virtual_time import in_virtual_time
 
 A, B = "GPU-00000000-0000-0000-0000-000000000001", "GPU-00000000-0000-0000-0000-000000000012"
@@ -309,3 +311,16 @@ async def test_what_only_a_call_has_read_is_followed_by_a_publication() -> None:
     assert (watch.cell.value, watch.cell.version) == (before, version + 1)
     await watch.refresh()
     assert watch.cell.version == version + 1
+
+
+async def test_an_instance_that_is_gone_is_its_gpus_still(tmp_path: Path) -> None:
+    """Processes are looked for by GPU: of nothing else the driver could ever say that none has stayed."""
+    node = Node(tmp_path)
+    node.watch.instances = lambda: {"MIG-1": A, "MIG-2": B}
+    node.kubelet.records(("u", "main", "MIG-1"))
+    node.kubelet.pods = {"train-0": {"main": "MIG-1"}, "train-1": {"main": "MIG-2"}}  # not written down yet
+    for _ in range(2):
+        await node.held()
+        assert node.watch.gpus_by_pod() == {"u": {A}}
+        assert node.watch.nameless_gpus() == {B}
+        node.watch.instances = dict
