@@ -5,6 +5,7 @@ NUMA topology: with hints the kubelet takes aligned IDs unasked, and would split
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import anyio
@@ -19,7 +20,7 @@ from agent.model.holding import PairMember, Record, UnitPool
 from agent.model.modes import Assignment, Mode, ResourcePair
 from agent.model.placement import PlacementPolicy, choose, lowest
 from agent.modes.wing import Node
-from agent.pairing.pair_rules import Grant, PairRules
+from agent.pairing.pair_rules import NOTHING, Grant, PairRules
 from agent.pairing.pairing import Pairing, PairingStats
 from agent.pairing.resolver import Cause, PairRefused, RequesterResolver, resource_of
 from agent.telemetry import definitions as d
@@ -112,8 +113,12 @@ class _Chunk:
     gpu: str
     key: object
     data: bytes
-    listed: int
+    ids: frozenset[str]
     healthy: int
+
+    @property
+    def listed(self) -> int:
+        return len(self.ids)
 
 
 class SharedPair:
@@ -195,6 +200,8 @@ class SharedPairPlugin:
         self._chunks: dict[str, _Chunk] = {}
         # All units of a GPU, well or not: a switch needs both one after the other, in milliseconds.
         self._whole: dict[tuple[str, bool], _Chunk] = {}
+        self._shown: Sequence[_Chunk] = ()  # what the list shows of each GPU
+        self._asked: list[frozenset[str]] = []  # IDs on it that may be given by calls under way
         shares.restock()
         self._seen = self._versions()  # what the list was made from
         self._listed = self._encoded()  # the parts of the list: the same objects until a GPU changes
@@ -231,20 +238,32 @@ class SharedPairPlugin:
         return sum(each.listed for each in chunks), sum(each.healthy for each in chunks)
 
     async def prefer(self, request: PreferenceRequest) -> Sequence[str]:
-        """IDs on the GPU that has room for both members."""
-        try:
-            return await self._shares.pairing.prefer(
-                self._member, request.size, request.available, request.must_include
-            )
-        except PairRefused as refusal:
-            raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
+        """IDs on the GPU that has room for both members; none that has left the list."""
+        available = frozenset(request.available)
+        with self._handing_out(available) as gone:
+            try:
+                return await self._shares.pairing.prefer(
+                    self._member, request.size, available - gone if gone else available, request.must_include
+                )
+            except PairRefused as refusal:
+                raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
 
     async def allocate(self, ids: Sequence[str]) -> Allocation:
         """The answer: the same GPUs from both members, and this member's additions."""
-        try:
-            grant = await self._shares.pairing.allocate(self._member, ids)
-        except PairRefused as refusal:
-            raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
+        with self._handing_out(frozenset(ids)) as gone:
+            if gone:
+                raise Refused(
+                    f"device ID {min(gone)} of {self.resource} is not offered any more: its GPU closes, or "
+                    "is of no use for lack of the other resource; create the pod again",
+                    Reason.UNAVAILABLE,
+                )
+            try:
+                grant = await self._shares.pairing.allocate(self._member, ids)
+            except PairRefused as refusal:
+                raise Refused(str(refusal), _REASONS[refusal.cause]) from refusal
+            return await self._made(grant)
+
+    async def _made(self, grant: Grant) -> Allocation:
         by_uuid = self._shares.inventory.value.by_uuid
         gpus = [by_uuid[uuid].gpu for uuid in grant.gpus]
         try:
@@ -257,8 +276,28 @@ class SharedPairPlugin:
     async def pre_start(self, ids: Sequence[str]) -> None:
         """Nothing to do: not asked for."""
 
+    @contextmanager
+    def _handing_out(self, ids: frozenset[str]) -> Iterator[frozenset[str]]:
+        """Answer those of `ids` that are not on the list; inside, the others stay there.
+
+        A kubelet that is given one which has left ends by a nil pointer, see `SingleResource`.
+        """
+        shown = {each.gpu: each.ids for each in self._shown}
+        pools = {pool.gpu: pool.id_set(self._member) for pool in self._shares.pairing.ledger.pools.values()}
+        hidden = {gpu: units for gpu, units in pools.items() if shown.get(gpu) is not units}
+        gone = NOTHING.union(*(ids & (units - shown.get(gpu, NOTHING)) for gpu, units in hidden.items()))
+        asked, before = ids - gone if gone else ids, self._listed
+        self._asked.append(asked)
+        try:
+            yield gone
+        finally:
+            self._asked.remove(asked)
+            if self._listed is not before:  # it may have what nobody has asked for in the end
+                self.refresh()
+
     def _encoded(self) -> list[bytes]:
         parts = list(self._parts(self._shares.modes.value))
+        self._shown = parts
         self._shares.pairing.listed(self._member, {each.gpu: each.healthy for each in parts})
         return [data for each in parts if (data := each.data)]
 
@@ -267,8 +306,9 @@ class SharedPairPlugin:
         ledger = self._shares.pairing.ledger
         pools, kept = ledger.pools, ledger.kept_ids
         begun = [each for each in ledger.reservations if not each.complete]
-        admitting = self._shares.pairing.continuing().union(*(each.gpus for each in begun))
+        promised = NOTHING.union(*(each.gpus for each in begun))
         opened = {gpu for each in begun if each.granted for gpu in each.gpus}
+        admitting = self._shares.pairing.continuing() | promised
         for state in self._shares.inventory.value.gpus:
             pool, mode = pools.get(state.uuid), assignment.of(state.uuid)
             # A GPU leaves this mode when the kubelet's records show no holder: ours may be older than that.
@@ -279,10 +319,11 @@ class SharedPairPlugin:
             # has just given it the last units of the first.
             if mode.offered or state.uuid in opened:
                 trim = self._shares.sharing.trim and state.uuid not in admitting
-                over = trim and self._all_held(pool, kept, ledger.whole)
-                keep = kept & pool.id_set(self._member) if over else None
+                whole = not (trim and self._all_held(pool, kept, ledger.whole))
             else:
-                keep, well = (None if mode.leaving else kept & pool.id_set(self._member)), False
+                whole, well = mode.leaving, False
+            ids = pool.id_set(self._member)
+            keep = None if whole else (kept & ids).union(*(ids & each for each in self._asked))
             yield self._chunk(pool, keep, well)
 
     def _all_held(self, pool: UnitPool, kept: frozenset[str], whole: frozenset[str]) -> bool:
@@ -300,8 +341,9 @@ class SharedPairPlugin:
         if known is None or known.key != key:
             ids = pool.ids(self._member)
             listed = ids if keep is None else [each for each in ids if each in keep]
-            count = len(listed)
-            known = _Chunk(pool.gpu, key, wire.devices(listed, healthy), count, count if healthy else 0)
+            shown = pool.id_set(self._member) if keep is None else keep
+            data = wire.devices(listed, healthy)
+            known = _Chunk(pool.gpu, key, data, shown, len(listed) if healthy else 0)
             if keep is None:
                 self._whole[pool.gpu, healthy] = known
             else:

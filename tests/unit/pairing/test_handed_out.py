@@ -1,0 +1,127 @@
+"""A kubelet that is given a device which has left its list ends by a nil pointer: none leaves meanwhile."""
+
+from collections.abc import Callable, Collection, Sequence
+
+import pytest
+
+from agent._proto import v1beta1
+from agent.kubelet.wire import PreferenceRequest, Refused
+from agent.lists.shared_pair import SharedPairPlugin
+from agent.model.holding import PairMember, Record
+from agent.model.modes import Assignment, GpuMode, Offering
+from agent.model.pod import Container
+from agent.pairing.resolver import resource_of
+from tests.unit.pairing.kubelet_model import Admission, pod, share
+from tests.unit.pairing.test_lists import Kubelet
+
+CORE, MEMORY = PairMember.CORE, PairMember.MEMORY
+
+
+class Follower(Kubelet):
+    """Its lists are those that the agent sends of its own accord; each grant is looked up in them."""
+
+    def read(self) -> None:
+        """The plugins' tasks are woken by whatever has changed."""
+        for member, plugin in self.plugins.items():
+            plugin._refresh_if_changed()
+            self.known[member] = on_list(plugin, healthy=True)
+
+    def take_up(self, name: str, *containers: Container) -> None:
+        waiting = pod(name, *containers)
+        self.api[waiting.key], self.taken_up[waiting.key] = waiting, Admission(waiting)
+
+    def offer(self, offering: Offering) -> None:
+        """The switcher refreshes all lists itself."""
+        (gpu,) = self.pairing.ledger.pools
+        self.modes.publish(Assignment({gpu: GpuMode(self.mode, offering)}))
+        for plugin in self.plugins.values():
+            plugin.refresh()
+        self.read()
+
+    async def wait(self, *seconds: float) -> None:
+        """So much time passes, with a reading after each."""
+        for each in seconds:
+            self.now += each
+            await self.refresh()
+            self.read()
+
+    async def ask(self, name: str, container: str, member: PairMember, inherited: Sequence[str] = ()) -> None:
+        """Both calls for one member."""
+        ids = await self.prefer(name, container, member, inherited)
+        self.read()
+        await self.allocate(name, container, member, ids)
+
+    async def prefer(
+        self, name: str, container: str, member: PairMember, inherited: Sequence[str] = ()
+    ) -> Sequence[str]:
+        size = self.size(name, container, member)
+        free = self.listed(member) - self.in_use(member)
+        assert len(free) + len(inherited) >= size, "requested number of devices unavailable"
+        return await self.plugins[member].prefer(request([*free, *inherited], size, inherited))
+
+    async def allocate(self, name: str, container: str, member: PairMember, ids: Sequence[str]) -> None:
+        plugin = self.plugins[member]
+        await plugin.allocate(ids)
+        for _ in range(2):  # the kubelet may take in the next list before the answer
+            assert on_list(plugin) >= set(ids), "nil pointer dereference"
+            self.read()
+        held = self.taken_up["default", name].held
+        held[container, resource_of(self.pair, member)] = frozenset(ids)
+
+    def size(self, name: str, container: str, member: PairMember) -> int:
+        limits = {each.name: each.limits for each in self.api["default", name].containers}
+        return limits[container][resource_of(self.pair, member)]
+
+
+def on_list(plugin: SharedPairPlugin, *, healthy: bool = False) -> frozenset[str]:
+    devices = v1beta1.ListAndWatchResponse.parse(plugin.lists.value).devices
+    return frozenset(each.id for each in devices if each.health == "Healthy" or not healthy)
+
+
+def request(available: Collection[str], size: int, inherited: Sequence[str] = ()) -> PreferenceRequest:
+    return PreferenceRequest(tuple(sorted(available)), tuple(inherited), size)
+
+
+def while_read(kubelet: Follower, act: Callable[[], None]) -> None:
+    """Have something happen once, while a call waits for the kubelet's record."""
+    look, acts = kubelet.look, [act]
+
+    async def slow(deadline: float = 1.0) -> Record:
+        if acts:
+            acts.pop()()
+        return await look(deadline)
+
+    kubelet.look = slow  # type: ignore[method-assign]
+
+
+async def test_what_is_asked_for_stays_on_the_list_until_the_answer() -> None:
+    kubelet = Follower(gpus=1)
+    await kubelet.admit(pod("filler", share("main", 60, 20)))
+    kubelet.take_up("a", share("main", 20, 20))
+    asked = kubelet.listed(CORE) - kubelet.in_use(CORE)
+    meanwhile: list[frozenset[str]] = []
+
+    def closed() -> None:
+        kubelet.offer(Offering.CLOSED)
+        meanwhile.append(on_list(kubelet.plugins[CORE]))
+
+    while_read(kubelet, closed)
+    with pytest.raises(Refused):
+        await kubelet.prefer("a", "main", CORE)
+    assert meanwhile[0] >= asked
+    assert on_list(kubelet.plugins[CORE]) == kubelet.in_use(CORE)
+
+
+@pytest.mark.parametrize("call", ["prefer", "allocate"])
+async def test_what_has_left_the_list_is_neither_preferred_nor_granted(call: str) -> None:
+    kubelet = Follower(gpus=1)
+    await kubelet.admit(pod("filler", share("main", 20, 40)))
+    left = sorted(kubelet.listed(CORE) - kubelet.in_use(CORE))
+    await kubelet.wait(3.0)
+    assert not on_list(kubelet.plugins[CORE]).intersection(left)
+    # The kubelet has yet to take in that list; by the record the units are of use again.
+    kubelet.end(("default", "filler"))
+    kubelet.take_up("a", share("main", 20, 20))
+    plugin = kubelet.plugins[CORE]
+    with pytest.raises(Refused, match="not offered any more" if call == "allocate" else "do not fit"):
+        await (plugin.allocate(left[:20]) if call == "allocate" else plugin.prefer(request(left, 20)))
