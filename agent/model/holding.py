@@ -330,9 +330,16 @@ class Reservation:
 
     def shown(self, held: PairHoldings) -> bool:
         """Whether a record shows all of it."""
-        return self.complete and all(
+        return self.complete and self._shown(held, frozenset(PairMember))
+
+    def goes_on(self, held: PairHoldings) -> bool:
+        """Whether its container has by a record what was granted of it, and is to get the other member."""
+        return bool(self.granted) and not self.complete and self._shown(held, self.granted)
+
+    def _shown(self, held: PairHoldings, members: frozenset[PairMember]) -> bool:
+        return all(
             held.by_place.get((self.holder, member), frozenset()) >= (self.ids(member) or frozenset())
-            for member in PairMember
+            for member in members
         )
 
     def with_ids(self, member: PairMember, ids: frozenset[str]) -> Self:

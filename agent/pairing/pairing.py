@@ -10,8 +10,17 @@ Calls are served one at a time, within the time that `agent.kubelet.service` giv
 
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 import anyio
@@ -120,9 +129,9 @@ class Pairing:
         self._read = -math.inf  # when the newest reading began that the state knows of
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
         self._calls: list[float] = []  # when each of them came that is served or waits, by anyio's clock
-        # When the call that is being served began: a promise may wait for it, and finding out who asks may
-        # take longer than any promise lasts.
-        self._serving_since = math.inf
+        # When these came by the pairing's clock: a promise may wait for one, and finding out who asks may take
+        # longer than any promise lasts.
+        self._under_way: list[float] = []
         # The pod whose later containers are still to be admitted.
         self._continuing = Continuing()
         self._preferred: Preferred | None = None  # None: the last call was another one
@@ -143,7 +152,20 @@ class Pairing:
 
         A later container gets the units of a plain init container, and what it needs more of the same GPU.
         """
-        return self._continuing.gpus if self._late_by() < self._continuing.until else frozenset()
+        return self._continuing.gpus if self._continues() else frozenset()
+
+    def _continues(self) -> bool:
+        """Whether a later container is waited for: for a while, and as long as a record shows its pod."""
+        known = self._continuing
+        return self._late_by() < known.until or (
+            known.until > -math.inf and known.pod in self.ledger.held.by_pod
+        )
+
+    def _comes_last(self, grant: Grant) -> bool:
+        """Whether no later container of the pod asks for this pair."""
+        members = {self.pair.core, self.pair.memory}
+        names = [each.name for each in grant.pod.containers if members & each.limits.keys()]
+        return names[-1:] in ([], [grant.container])
 
     def set_pools(self, pools: Collection[UnitPool]) -> None:
         """Take in the units that may be given out; called at each change of inventory and modes."""
@@ -211,7 +233,7 @@ class Pairing:
             call = replace(call, now=self._clock())
             self._state, grant = self.rules.grant(self._state, reservation, call, asked, gpus)
         if grant.complete:
-            until = -math.inf if grant.last else call.now + self.rules.reservation_seconds
+            until = -math.inf if self._comes_last(grant) else call.now + self.rules.reservation_seconds
             self._continuing = Continuing(grant.pod.uid, grant.pod.key, frozenset(grant.gpus), until)
             self._report(member, grant)
             self._publish()
@@ -287,6 +309,7 @@ class Pairing:
         if facts.record is not None:
             self._take_in(facts.record, facts.pods)
             call = replace(call, leftover=facts.record.leftover)
+        self._forget_late(asker.pod.uid)
         try:
             reservation, hint_ignored = self.rules.reserve(self._state, call, asker, self._unsettled())
         except PairRefused as refusal:
@@ -331,41 +354,56 @@ class Pairing:
         arrived = anyio.current_time()
         self._calls.append(arrived)
         try:
-            async with self._turn:
-                self._forget_late()
-                preferred, self._preferred = self._preferred, None
-                self._serving_since = self._clock()
-                try:
-                    yield preferred
-                except PairRefused as refusal:
-                    if refusal.pod is None:
-                        self.stats.refused += 1
-                    else:
-                        self.turn_away(refusal.pod, str(refusal))
-                    raise
-                finally:
-                    self._serving_since = math.inf
+            with self._stopped():
+                async with self._turn:
+                    self._forget_late()
+                    preferred, self._preferred = self._preferred, None
+                    try:
+                        yield preferred
+                    except PairRefused as refusal:
+                        if refusal.pod is None:
+                            self.stats.refused += 1
+                        else:
+                            self.turn_away(refusal.pod, str(refusal))
+                        raise
         finally:
             self._calls.remove(arrived)
 
-    def _late_by(self) -> float:
-        """The clock by which reservations are late: a call that is being served stops it."""
-        return min(self._clock(), self._serving_since)
+    @contextmanager
+    def _stopped(self) -> Iterator[None]:
+        """Inside, the clock by which reservations are late stands."""
+        began = self._clock()
+        self._under_way.append(began)
+        try:
+            yield
+        finally:
+            self._under_way.remove(began)
 
-    def _forget_late(self) -> None:
+    def _late_by(self) -> float:
+        """The clock by which reservations are late: a call that waits or is served stops it."""
+        return min([self._clock(), *self._under_way])
+
+    def _forget_late(self, asking: str | None = None) -> None:
+        """End what nobody came back for in time. `asking`: the UID of the pod whose call is being served.
+
+        A pod that has a part of what it asks for may come for the rest much later, and the kubelet turns to
+        another one only then.
+        """
         now = self._late_by()
 
         def over(reservation: Reservation) -> bool:
+            if reservation.expires > now or not reservation.granted:
+                return reservation.expires <= now
             # What was granted is held until a reading that began later says otherwise, whatever its age.
             recorded_at = reservation.expires - self.rules.reservation_seconds + RECORDED_SECONDS
-            return reservation.expires <= now and (
-                not reservation.granted or recorded_at <= max(self._read, self._resolver.published)
-            )
+            may_go_on = asking in (None, reservation.pod.uid) and reservation.goes_on(self.ledger.held)
+            return recorded_at <= max(self._read, self._resolver.published) and not may_go_on
 
         before = self.ledger.reservations
         self._become(self._state.without(over))
         self._count_expired(before)
-        if self._continuing.until <= now:
+        another = asking not in (None, self._continuing.uid) and self._continuing.until <= now
+        if another or not self._continues():
             self._continue_nowhere()
 
     def _count_expired(self, before: Iterable[Reservation]) -> None:

@@ -297,7 +297,7 @@ async def test_the_next_container_of_a_pod_is_waited_for_while_it_asks() -> None
     kubelet.look = slow  # type: ignore[method-assign]
     await kubelet.admit(pod("a", share("main", 10, 25), share("second", 5, 5)))
     (gpu,) = kubelet.pairing.ledger.pools
-    assert kept == [frozenset(), frozenset(), frozenset({gpu}), frozenset()]
+    assert kept == [frozenset(), frozenset(), frozenset({gpu}), frozenset({gpu})]
     assert not kubelet.pairing.continuing()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 
+import anyio
 import pytest
 
 from agent._proto import v1beta1
@@ -9,7 +10,7 @@ from agent.kubelet.wire import PreferenceRequest, Refused
 from agent.lists.shared_pair import SharedPairPlugin
 from agent.model.holding import PairMember, Record
 from agent.model.modes import Assignment, GpuMode, Offering
-from agent.model.pod import Container
+from agent.model.pod import MPS, VGPU, Container, Stage
 from agent.pairing.resolver import resource_of
 from tests.unit.pairing.kubelet_model import Admission, pod, share
 from tests.unit.pairing.test_lists import Kubelet
@@ -92,6 +93,94 @@ def while_read(kubelet: Follower, act: Callable[[], None]) -> None:
         return await look(deadline)
 
     kubelet.look = slow  # type: ignore[method-assign]
+
+
+async def begun(*, trim: bool, drains: bool) -> Follower:
+    """A pod that has its memory, of a GPU that has no more of it, or that closes."""
+    kubelet = Follower(gpus=1, trim=trim)
+    await kubelet.admit(pod("filler", share("main", 60, 20)))
+    kubelet.take_up("a", share("main", 20, 20))
+    await kubelet.ask("a", "main", MEMORY)
+    if drains:
+        kubelet.offer(Offering.CLOSING)
+        kubelet.offer(Offering.CLOSED)
+    return kubelet
+
+
+@pytest.mark.parametrize("seen", ["by its timer", "by the call"])
+@pytest.mark.parametrize(("trim", "drains"), [(True, False), (False, True)])
+async def test_a_second_half_that_comes_after_the_promise_is_on_the_list(
+    trim: bool, drains: bool, seen: str
+) -> None:
+    """Another plugin's Allocate comes between the halves; a reading shows the first."""
+    kubelet = await begun(trim=trim, drains=drains)
+    await kubelet.wait(3.0)
+    if seen == "by its timer":
+        await kubelet.wait(8.0)
+    else:
+        kubelet.now += 8.0
+        while_read(kubelet, kubelet.read)
+    await kubelet.ask("a", "main", CORE)
+    kubelet.read()
+    assert len(kubelet.listed(CORE)) == (0 if drains else 80)  # the rest is of no use to anybody
+
+
+@pytest.mark.parametrize("until", ["it ends", "nothing came of it", "another pod asks"])
+async def test_a_second_half_is_waited_for_as_long_as_its_pod_has_the_first(until: str) -> None:
+    kubelet = await begun(trim=True, drains=False)
+    await kubelet.wait(3.0, 8.0, 60.0)
+    assert kubelet.pairing.waiting == 1
+    assert len(kubelet.listed(CORE)) == 100
+    if until == "it ends":
+        kubelet.end(("default", "a"))
+        await kubelet.wait(3.0)
+    elif until == "nothing came of it":
+        del kubelet.taken_up["default", "a"].held["main", VGPU.memory]
+        await kubelet.wait(3.0)
+    else:
+        # The kubelet has no second pod under way.
+        kubelet.api["default", "a"] = pod("a", *kubelet.api["default", "a"].containers, phase="Running")
+        kubelet.take_up("b", share("main", 40, 1))
+        with pytest.raises(Refused):
+            await kubelet.ask("b", "main", CORE)
+        kubelet.read()
+        assert len(kubelet.listed(CORE)) == 60
+    assert kubelet.pairing.waiting == 0
+
+
+async def test_a_later_container_that_comes_after_the_promise_is_on_the_list() -> None:
+    kubelet = Follower(gpus=1)
+    await kubelet.admit(pod("filler", share("main", 50, 39)))
+    kubelet.take_up("a", share("init", 25, 1, Stage.INIT), share("main", 40, 1))
+    await kubelet.ask("a", "init", CORE)
+    await kubelet.ask("a", "init", MEMORY)
+    await kubelet.wait(3.0, 8.0)
+    held = kubelet.taken_up["default", "a"].held
+    await kubelet.ask("a", "main", CORE, sorted(held["init", VGPU.core]))
+    await kubelet.allocate("a", "main", MEMORY, sorted(held["init", VGPU.memory]))
+    kubelet.read()
+    assert len(kubelet.listed(CORE)) == 90
+
+
+async def test_a_call_that_waits_its_turn_is_not_late() -> None:
+    kubelet = Follower(gpus=1)
+    kubelet.take_up("a", share("main", 25, 1), share("second", 40, 1))
+    await kubelet.ask("a", "main", CORE)
+    await kubelet.ask("a", "main", MEMORY)
+    # As while units are set aside for another container.
+    async with anyio.create_task_group() as group, kubelet.pairing._turn:
+        group.start_soon(kubelet.ask, "a", "second", CORE)
+        await anyio.wait_all_tasks_blocked()
+        kubelet.now += 12.0
+        assert kubelet.pairing.continuing()
+
+
+async def test_of_a_container_that_is_the_last_of_its_pair_nothing_more_is_waited_for() -> None:
+    kubelet = Follower(gpus=1)
+    kubelet.take_up("a", share("main", 25, 1), share("other", 25, 1, pair=MPS))
+    await kubelet.ask("a", "main", CORE)
+    await kubelet.ask("a", "main", MEMORY)
+    assert not kubelet.pairing.continuing()
 
 
 async def test_what_is_asked_for_stays_on_the_list_until_the_answer() -> None:
