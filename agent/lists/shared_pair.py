@@ -267,7 +267,8 @@ class SharedPairPlugin:
         by_uuid = self._shares.inventory.value.by_uuid
         gpus = [by_uuid[uuid].gpu for uuid in grant.gpus]
         try:
-            additions = await self._shares.sharing.additions(self._member, grant, gpus)
+            with self._shares.pairing.answering(grant):
+                additions = await self._shares.sharing.additions(self._member, grant, gpus)
         except Refused as refusal:
             self._shares.pairing.turn_away(grant.pod, str(refusal))
             raise

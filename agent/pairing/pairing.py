@@ -129,8 +129,8 @@ class Pairing:
         self._read = -math.inf  # when the newest reading began that the state knows of
         self._turn = anyio.Lock()  # calls wait for each other here, in order of arrival
         self._calls: list[float] = []  # when each of them came that is served or waits, by anyio's clock
-        # When these came by the pairing's clock: a promise may wait for one, and finding out who asks may take
-        # longer than any promise lasts.
+        # When these came, and answers that are being made: a promise may wait for one, and to find out who
+        # asks, or to make what its container gets, may take longer than any promise lasts.
         self._under_way: list[float] = []
         # The pod whose later containers are still to be admitted.
         self._continuing = Continuing()
@@ -368,6 +368,16 @@ class Pairing:
                         raise
         finally:
             self._calls.remove(arrived)
+
+    @contextmanager
+    def answering(self, grant: Grant) -> Iterator[None]:
+        """Inside, the answer to an Allocate is made; what it grants counts from when that leaves."""
+        with self._stopped():
+            yield
+        granted = self.ledger.reservation(Holder(*grant.pod.key, grant.container))
+        if granted and granted.pod.uid == grant.pod.uid:
+            expires = self._clock() + self.rules.reservation_seconds
+            self._state = self._state.reserved(replace(granted, expires=expires))
 
     @contextmanager
     def _stopped(self) -> Iterator[None]:

@@ -6,11 +6,13 @@ import anyio
 import pytest
 
 from agent._proto import v1beta1
-from agent.kubelet.wire import PreferenceRequest, Refused
-from agent.lists.shared_pair import SharedPairPlugin
+from agent.kubelet.wire import Allocation, PreferenceRequest, Refused
+from agent.lists.shared_pair import SharedPairPlugin, Sharing
+from agent.model.gpu import Gpu
 from agent.model.holding import PairMember, Record
 from agent.model.modes import Assignment, GpuMode, Offering
 from agent.model.pod import MPS, VGPU, Container, Stage
+from agent.pairing.pair_rules import Grant
 from agent.pairing.resolver import resource_of
 from tests.unit.pairing.kubelet_model import Admission, pod, share
 from tests.unit.pairing.test_lists import Kubelet
@@ -214,3 +216,26 @@ async def test_what_has_left_the_list_is_neither_preferred_nor_granted(call: str
     plugin = kubelet.plugins[CORE]
     with pytest.raises(Refused, match="not offered any more" if call == "allocate" else "do not fit"):
         await (plugin.allocate(left[:20]) if call == "allocate" else plugin.prefer(request(left, 20)))
+
+
+class Slow(Sharing):
+    """To make what a container gets takes longer than a pair is reserved for."""
+
+    def __init__(self, kubelet: Follower) -> None:
+        super().__init__(kubelet.pair, kubelet.mode, trim=False)
+        self._kubelet = kubelet
+
+    async def additions(self, member: PairMember, grant: Grant, gpus: Sequence[Gpu]) -> Allocation:
+        await self._kubelet.wait(3.0, 12.0)  # readings that cannot show it yet
+        return await super().additions(member, grant, gpus)
+
+
+async def test_what_is_granted_is_kept_though_its_answer_takes_long() -> None:
+    kubelet = Follower(gpus=1)
+    kubelet.shares.sharing = Slow(kubelet)
+    kubelet.take_up("a", share("main", 20, 20))
+    ids = await kubelet.prefer("a", "main", CORE)
+    kubelet.offer(Offering.CLOSING)
+    kubelet.offer(Offering.CLOSED)
+    await kubelet.allocate("a", "main", CORE, ids)
+    assert kubelet.pairing.waiting == 1
