@@ -317,8 +317,9 @@ class SharedPairPlugin:
                 continue
             well = state.healthy and not self._shares.sharing.unready(state.uuid)
             # A pod that the kubelet is admitting gets its second member, even from a GPU that drains, or that
-            # has just given it the last units of the first.
-            if mode.offered or state.uuid in opened:
+            # has just given it the last units of the first. While free IDs stay listed they stay Healthy for
+            # a first one that is about to be granted, too: the second is asked for by the list of now.
+            if mode.offered or state.uuid in (promised if mode.leaving else opened):
                 trim = self._shares.sharing.trim and state.uuid not in admitting
                 whole = not (trim and self._all_held(pool, kept, ledger.whole))
             else:

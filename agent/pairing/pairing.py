@@ -236,7 +236,8 @@ class Pairing:
             until = -math.inf if self._comes_last(grant) else call.now + self.rules.reservation_seconds
             self._continuing = Continuing(grant.pod.uid, grant.pod.key, frozenset(grant.gpus), until)
             self._report(member, grant)
-            self._publish()
+        if grant.complete or not all(self.ledger.pools[gpu].offerable for gpu in grant.gpus):
+            self._publish()  # a GPU that closes stays open for the second half
         return grant
 
     async def set_aside(

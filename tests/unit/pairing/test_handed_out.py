@@ -239,3 +239,29 @@ async def test_what_is_granted_is_kept_though_its_answer_takes_long() -> None:
     kubelet.offer(Offering.CLOSED)
     await kubelet.allocate("a", "main", CORE, ids)
     assert kubelet.pairing.waiting == 1
+
+
+@pytest.mark.parametrize("member", PairMember)
+async def test_a_pair_is_completed_of_a_gpu_that_closes_before_its_first_half_is_granted(
+    member: PairMember,
+) -> None:
+    kubelet = Follower(gpus=1)
+    kubelet.take_up("a", share("main", 30, 10))
+    ids = await kubelet.prefer("a", "main", member)
+    kubelet.offer(Offering.CLOSING)
+    # The kubelet goes on at once, with the list that it has.
+    assert len(kubelet.listed(member.other)) > 0
+    await kubelet.allocate("a", "main", member, ids)
+    kubelet.offer(Offering.CLOSED)
+    await kubelet.ask("a", "main", member.other)
+    kubelet.read()
+    assert not kubelet.listed(CORE) | kubelet.listed(MEMORY)
+
+
+async def test_a_pair_begun_on_a_gpu_that_has_closed_is_completed_by_lists_that_are_sent() -> None:
+    kubelet = Follower(gpus=1)
+    kubelet.take_up("a", share("main", 30, 10))
+    ids = await kubelet.prefer("a", "main", CORE)
+    kubelet.offer(Offering.CLOSED)
+    await kubelet.allocate("a", "main", CORE, ids)
+    await kubelet.ask("a", "main", MEMORY)
