@@ -13,10 +13,10 @@ import pytest
 from agent.inventory.snapshot import GpuState, Snapshot
 from agent.kit.tasks import Cell
 from agent.kubelet.service import DevicePluginService
-from agent.kubelet.wire import Refused
+from agent.kubelet.wire import Refused, ResourcePlugin
 from agent.mig import layouts
 from agent.mig.made import NAME, Made, MadeBook
-from agent.mig.plugin import MigPlugin, resource_of
+from agent.mig.plugin import resource_of
 from agent.mig.wing import MigWing
 from agent.model.holding import Holding, Record
 from agent.model.modes import Assignment, GpuMode, Mode
@@ -84,7 +84,7 @@ class Rig:
         self.record = Record(held, (), began=anyio.current_time())
         self.node.holdings.cell.publish(self.record)
 
-    def hand_out(self, plugin: MigPlugin, instance: str) -> None:
+    def hand_out(self, plugin: ResourcePlugin, instance: str) -> None:
         """The kubelet has just had an instance allocated, and no reading shows it."""
         service = DevicePluginService(plugin, read=lambda: self.record)
         service._touch([[instance]])

@@ -382,7 +382,7 @@ async def test_a_grant_that_a_reading_shows_meanwhile_is_no_instance_that_nobody
             rig.node.holdings.refresh = refresh  # type: ignore[method-assign]
 
         rig.node.holdings.refresh = before_it_shows  # type: ignore[method-assign]
-        rig.nvml.destroy_instance = slow  # type: ignore[method-assign]
+        rig.nvml.destroy_instance = slow  # type: ignore[method-assign,assignment]
         rig.want("1g.18gb")
         await until(rig, {0: "1g.18gb", 4: "3g.71gb"})
         assert await steady(rig, 0.6) == {0: "1g.18gb", 4: "3g.71gb"}
