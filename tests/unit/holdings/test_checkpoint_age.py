@@ -3,12 +3,16 @@
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from agent.holdings import holdings
 from agent.holdings.record import FILE_NAME
-from tests.unit.holdings.record_node import Node
+from agent.kit.tasks import Cell
+from agent.kubelet import service as service_module
+from agent.kubelet.service import DevicePluginService
+from tests.unit.holdings.record_node import GPU, Node
 
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
 
@@ -85,3 +89,30 @@ async def test_what_two_readings_find_at_once_is_not_mixed_up(
     node.write(11.0, B)
     assert await node.written(12.0) == 10.0
     assert node.watch._written_after(before, 11.5, time.time_ns()) < 0
+
+
+@pytest.mark.parametrize("held", [False, True])
+async def test_a_grant_counts_until_the_kubelet_has_written_who_got_it(
+    node: Clocked, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """What it was writing as the grant was made came into place later, and says nothing of that."""
+    clock = SimpleNamespace(monotonic=lambda: node.now)
+    monkeypatch.setattr(service_module, "time", clock)
+    plugin = SimpleNamespace(resource=GPU, lists=Cell(b""))
+    service = DevicePluginService(plugin, read=lambda: node.watch.newest)
+    node.know("u", "train-0")
+    node.know("v", "train-1", hides=True)
+    node.write(5.0)
+    await node.written(99.0)
+    node.now = 100.0
+    service._touch([[B]])
+    node.write(100.1)
+    for now in (100.5, 102.5, 103.0):
+        await node.written(now)
+        assert service.granted_lately() == {B}
+    assert plugin.lists.version == 1  # sent again, by which the kubelet writes
+    node.kubelet.records(("u", "main", A), *[("v", "prepare", B)] * held)
+    os.utime(node.kubelet.folder / FILE_NAME, ns=(node.wall(103.1), node.wall(103.1)))
+    await node.written(103.5)
+    assert service.granted_lately() == frozenset()
+    assert any(B in each.ids for each in node.watch.newest.holdings) is held
