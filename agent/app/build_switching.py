@@ -189,9 +189,11 @@ async def build_switching(
     most = settings.mps.most_clients
 
     def endpoint_of(plugin: ResourcePlugin) -> Endpoint:
-        root = Path(settings.kubelet.root)
+        root, folder = Path(settings.kubelet.root), settings.device_plugins_folder
         record = core.holdings
-        return Endpoint(plugin, root, settings.device_plugins_folder, record.allocated, lambda: record.newest)
+        endpoint = Endpoint(plugin, root, folder, record.allocated, lambda: record.newest)
+        record.grants.append(endpoint.service.granted_lately)
+        return endpoint
 
     resources = ResourceSet(
         {mode: wing.plugins for mode, wing in wings.items()},
@@ -201,7 +203,7 @@ async def build_switching(
         tasks.group,
         before_first=ahead(own, snapshot, assignment, most, grown) if own else None,
     )
-    core.holdings.rewrite, core.holdings.granted = resources.send_again, resources.granted_lately
+    core.holdings.rewrite = resources.send_again
     node = build_node(core, cluster, own, resources, assignment) if cluster and own else None
     cordons = CordonBook(Path(settings.host.state) / "cordons.json", snapshot, own)
     await cordons.restore()

@@ -112,8 +112,8 @@ class HoldingsWatch:
         self.ask_after: Callable[[Mapping[str, PodKey], Collection[PodKey]], Awaitable[None]] | None = None
         # Has the kubelet write its checkpoint, by another list: without what it has freed since.
         self.rewrite: Callable[[], None] | None = None
-        # Device IDs that are being handed out, or were and are in no reading yet.
-        self.granted: Callable[[], frozenset[str]] = frozenset
+        # Of each resource: device IDs that are being handed out, or were and are in no reading yet.
+        self.grants: list[Callable[[], frozenset[str]]] = []
         self._rewrites = Backoff(REWRITE_SECONDS, REWRITE_LONGEST_SECONDS, jitter=0.0)
         self._doubtful: frozenset[str] = frozenset()  # UIDs for which it is to be written
         self._rewrite_at = math.inf
@@ -216,6 +216,10 @@ class HoldingsWatch:
         gpus = {**self._record.joined.parents, **self.instances()}
         return frozenset(gpus.get(uuid, uuid) for uuid in uuids)
 
+    def granted(self) -> frozenset[str]:
+        """Device IDs of all resources that are being handed out, or were and are in no reading yet."""
+        return frozenset[str]().union(*(each() for each in self.grants))
+
     def allocated(self) -> None:
         """The kubelet was handed devices: read soon who has got them."""
         self._allocations.publish(self._allocations.value + 1)
@@ -230,7 +234,6 @@ class HoldingsWatch:
                 ends = Backoff(RETRY_SECONDS, REFRESH_SECONDS)
                 while True:
                     await self.refresh()
-                    self.granted()  # those that this reading shows end: their pods may before anybody asks
                     self._have_it_written()
                     if self.problem:
                         pause = RETRY_SECONDS

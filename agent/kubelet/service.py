@@ -172,11 +172,12 @@ class DevicePluginService:
 
     def _forget_shown(self, record: Record) -> None:
         """Let go of grants that a reading shows which began afterwards: it speaks for them from now on."""
-        later = [device for device, granted in self._granted.items() if granted < record.began]
-        holdings = (each for each in record.holdings if each.resource == self.plugin.resource)
-        known = [each.id_set for each in holdings if each.source is not Source.FORGOTTEN]
-        for device in frozenset[str]().union(*known).intersection(later) if later else ():
-            del self._granted[device]
+        later = {device for device, granted in self._granted.items() if granted < record.began}
+        for each in record.holdings if later else ():
+            # What a container holds it was granted in one call.
+            if each.ids and each.ids[0] in later and each.resource == self.plugin.resource:
+                for device in later & each.id_set if each.source is not Source.FORGOTTEN else ():
+                    del self._granted[device]
 
     def _have_it_written(self, began: float) -> None:
         """Send the list again where a reading left open who has got something.

@@ -95,7 +95,7 @@ async def test_what_two_readings_find_at_once_is_not_mixed_up(
 async def test_a_grant_counts_until_the_kubelet_has_written_who_got_it(
     node: Clocked, monkeypatch: pytest.MonkeyPatch, held: bool
 ) -> None:
-    """What it was writing as the grant was made came into place later, and says nothing of that."""
+    """A file that it was writing as the grant was made comes into place later, and says nothing of that."""
     clock = SimpleNamespace(monotonic=lambda: node.now)
     monkeypatch.setattr(service_module, "time", clock)
     plugin = SimpleNamespace(resource=GPU, lists=Cell(b""))

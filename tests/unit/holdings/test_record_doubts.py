@@ -282,10 +282,10 @@ async def test_what_was_handed_out_since_names_no_entry_of_before(node: Node) ->
     node.complete = False
     node.kubelet.records(("u", "main", A), ("u", "second", B))
     assert await node.held() == {("pod with UID u", "main", A), ("pod with UID u", "second", B)}
-    node.watch.granted = lambda: frozenset({A})
+    node.watch.grants.append(lambda: frozenset({A}))
     node.kubelet.pods = {"next": {"main": A}}  # its entry is about to be written
     assert await node.held() == {("next", "main", A)}
-    node.watch.granted = frozenset
+    node.watch.grants.clear()
     node.kubelet.records(("v", "main", A))
     assert await node.held() == {("next", "main", A)}
     assert node.watch._record.pods["v"].key == ("ns", "next")

@@ -88,7 +88,7 @@ class Rig:
         """The kubelet has just had an instance allocated, and no reading shows it."""
         service = DevicePluginService(plugin, read=lambda: self.record)
         service._touch([[instance]])
-        self.node.holdings.granted = service.granted_lately
+        self.node.holdings.grants.append(service.granted_lately)
 
     def placed(self) -> dict[int, str]:
         instances = self.machine.gpu(0).instances

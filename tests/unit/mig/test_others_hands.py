@@ -368,7 +368,7 @@ async def test_a_grant_that_a_reading_shows_meanwhile_is_no_instance_that_nobody
     async with running(rig):
         await until(rig, {0: "3g.71gb", 4: "3g.71gb"})
         held, granted = rig.uuid_at(4), set[str]()
-        rig.node.holdings.granted = lambda: frozenset(granted)
+        rig.node.holdings.grants.append(lambda: frozenset(granted))
         destroy, refresh = rig.nvml.destroy_instance, rig._refresh
 
         async def before_it_shows() -> Record | None:
