@@ -7,6 +7,7 @@ first test here fails, and the rule may go.
 
 from collections.abc import Iterator
 
+import grpc
 import pytest
 
 from tests.cluster import processes
@@ -43,8 +44,11 @@ def until_healthy(cluster: Cluster, *wanted: str) -> None:
     """Wait until the kubelet has a list with these devices Healthy and no others."""
 
     def seen() -> None:
-        with pod_resources(cluster.podresources_socket) as client:
-            now = sorted(one for resource, one in client.allocatable() if resource == RESOURCE)
+        try:
+            with pod_resources(cluster.podresources_socket) as client:
+                now = sorted(one for resource, one in client.allocatable() if resource == RESOURCE)
+        except grpc.RpcError as error:  # a kubelet that has just started
+            raise NotYet(f"{error}") from error
         if now != sorted(wanted):
             raise NotYet(f"{now}")
 
