@@ -177,7 +177,7 @@ class DevicePluginService:
             # What a container holds it was granted in one call.
             if each.ids and each.ids[0] in later and each.resource == self.plugin.resource:
                 for device in later & each.id_set if each.source is not Source.FORGOTTEN else ():
-                    del self._granted[device]
+                    self._granted.pop(device, None)  # a later container of the pod may have it, too
 
     def _have_it_written(self, began: float) -> None:
         """Send the list again where a reading left open who has got something.
