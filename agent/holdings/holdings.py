@@ -408,10 +408,7 @@ class HoldingsWatch:
     def _joined(self, listed: Record, entries: Entries, kubelet: Identity | None, *, read: bool) -> Record:
         """The record by this reading; it is kept unless one that began later was answered before."""
         same, view = kubelet == self._answered_by, self.view()
-        granted = self.granted()
-        record = join(
-            self._record, listed, entries, view, same_kubelet=same, fresh=True, read=read, granted=granted
-        )
+        record = join(self._record, listed, entries, view, same_kubelet=same, fresh=True, read=read)
         # One that somebody has destroyed may still have a holder.
         parents = {**record.joined.parents, **self.instances()}
         record = replace(record, joined=replace(record.joined, parents=parents))

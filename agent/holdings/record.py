@@ -185,7 +185,6 @@ def join(
     fresh: bool,
     read: bool = False,
     over: Collection[PodKey] = (),
-    granted: frozenset[str] = frozenset(),
 ) -> Evidence:
     """The record as of now.
 
@@ -193,8 +192,7 @@ def join(
     not, what it listed before the API server called a pod ended counts no more. A pod that it listed
     afterwards, as after a deletion by force, holds its devices until it is listed no more. `read`: the
     entries are the checkpoint's as it is now. `over`: names of pods that have just ended. What the kubelet
-    listed of them and had not written down yet goes by these, as nothing else says whose it was. `granted`:
-    IDs that were handed out since the reading before, to pods that are not in the checkpoint yet.
+    listed of them and had not written down yet goes by these, as nothing else says whose it was.
     """
     view = _without_forged(view, before.names)
     keys = listed.pods.union([each.pod_key for each in listed.holdings])
@@ -209,7 +207,7 @@ def join(
     unheard = found_by_it - (before.nameless.keys() - before.pods.keys())
     # Entries of before have what this kubelet has forgotten, too.
     written = entries.keys() if read else entries.keys() - _forgotten(before)
-    matches = _matches(before, listed, by_pod, view, written, granted)
+    matches = _matches(before, listed, by_pod, view, written)
     named = {uid: match.pod_key for uid, found in matches.items() for match in found.values()}
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
@@ -407,12 +405,7 @@ def _lost(
 
 
 def _matches(
-    before: Evidence,
-    listed: Record,
-    by_pod: ByPod,
-    view: View,
-    written: Collection[_Place],
-    granted: frozenset[str],
+    before: Evidence, listed: Record, by_pod: ByPod, view: View, written: Collection[_Place]
 ) -> dict[str, dict[Place, Holding]]:
     """The listed holdings that are those of a UID. `written`: what the checkpoint has.
 
@@ -424,13 +417,13 @@ def _matches(
     found: dict[str, dict[Place, Holding]] = {}
 
     def is_another(key: PodKey, uid: str) -> bool:
-        """Whether a listed pod was given it since, or lacks some of it: its own it has until it ends."""
-        for place, ids in by_pod[uid].items():
-            match = shown.get((*place, ids))
-            known = (*key, place[0]) in listed.containers and (uid, *place) in written
-            if granted & ids or (known and (match is None or match.pod_key != key)):
-                return True
-        return False
+        """Whether a listed pod lacks what was written down of a UID before: its own it has until it ends."""
+        return any(
+            (*key, place[0]) in listed.containers
+            and (uid, *place) in written
+            and ((match := shown.get((*place, ids))) is None or match.pod_key != key)
+            for place, ids in by_pod[uid].items()
+        )
 
     for uid, held in by_pod.items():
         called = view.pods[uid].key if uid in view.pods else before.pods.get(uid, UNKNOWN).key

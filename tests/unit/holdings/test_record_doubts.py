@@ -275,17 +275,3 @@ async def test_who_claims_to_mirror_a_pod_of_another_name_frees_nothing_of_it(no
     for _ in range(2):
         assert await node.held() == both
         assert node.watch.gpus_by_pod() == {"u": {A, B}}
-
-
-async def test_what_was_handed_out_since_names_no_entry_of_before(node: Node) -> None:
-    """Storm 8000043: the next pod of its units was taken to hold the others of that entry as well."""
-    node.complete = False
-    node.kubelet.records(("u", "main", A), ("u", "second", B))
-    assert await node.held() == {("pod with UID u", "main", A), ("pod with UID u", "second", B)}
-    node.watch.grants.append(lambda: frozenset({A}))
-    node.kubelet.pods = {"next": {"main": A}}  # its entry is about to be written
-    assert await node.held() == {("next", "main", A)}
-    node.watch.grants.clear()
-    node.kubelet.records(("v", "main", A))
-    assert await node.held() == {("next", "main", A)}
-    assert node.watch._record.pods["v"].key == ("ns", "next")
