@@ -164,3 +164,13 @@ async def test_without_a_checkpoint_a_later_reading_is_enough(granted: Granted) 
     assert granted.read(101.9, written=101.9) == set(IDS)
     assert granted.read(102.1, written=102.1) == frozenset()
     assert granted.plugin.lists.version == 0
+
+
+async def test_who_had_it_before_says_nothing_of_a_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint names one that has ended until it is written again, which a disk that stalls puts off."""
+    ended = Holding("ns", "ended", "c", "r", tuple(IDS), source=Source.CHECKPOINT)
+    granted = Granted(monkeypatch, Record((ended,), began=99.0, written=90.0))
+    await granted.hand_out()
+    assert granted.read(100.5, 90.0, ended) == set(IDS)
+    assert granted.read(101.0, 90.0) == set(IDS)
+    assert granted.read(101.5, 90.0, replace(ended, pod="next")) == frozenset()
