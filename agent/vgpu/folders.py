@@ -99,7 +99,8 @@ class About(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=F
 
         A plain init container hands its units on before it starts, and may be started again.
         """
-        found = {**before.earlier, before.container: before.build} if before.uid == self.uid else {}
+        same = self.pod_key == before.pod_key  # by a watch that lags two containers may have different UIDs
+        found = {**before.earlier, before.container: before.build} if same else {}
         found.pop(self.container, None)
         return msgspec.structs.replace(self, earlier=found)
 

@@ -379,6 +379,7 @@ class LibraryCopies:
         self._source = source
         self._state = state
         self._original: Original | None = None
+        self._withheld = False  # who has copies is not known either
         self._held = HeldFiles()  # by build
         self._unsettled: set[str] = set()  # builds that are not on disk yet
         # Why containers get none; None: they do.
@@ -402,6 +403,7 @@ class LibraryCopies:
         """Give containers none, since they could not have the files of their limits."""
         self.problem = problem
         self._original = None
+        self._withheld = True
 
     def of(self, about: About) -> Library:
         """The copy that a container was given."""
@@ -460,7 +462,7 @@ class LibraryCopies:
                 remove(library)
         self._unsettled.intersection_update(used)
         try:
-            if complete:
+            if complete and not self._withheld:
                 remove_unused(self._state, used)
         except FileNotFoundError:
             return

@@ -419,6 +419,7 @@ class Isolation:
                 key = self.folders.create(about)
             except FolderUnusable as error:
                 log.warning("limits_not_written", problem=str(error))
+                strays.add(key_of(about.ids))
                 continue
             found[key] = ContainerLimits(about)
             log.info("limits_restored", folder=key, pod=about.pod_key)

@@ -1,12 +1,14 @@
 """Copies of the library go with their containers, whatever else is out of order, and never before."""
 
+import shutil
 from pathlib import Path
 
 import anyio.to_thread
 import pytest
 from msgspec.structs import replace
 
-from agent.vgpu.folders import ABOUT, key_of
+from agent.vgpu.folders import ABOUT, LimitFolders, key_of
+from agent.vgpu.isolation_errors import FolderUnusable
 from agent.vgpu.room import GRACE_SECONDS
 from tests.unit.vgpu.made_up import units
 from tests.unit.vgpu.test_room import Node, file_of, request
@@ -78,3 +80,25 @@ async def test_limits_that_are_remembered_take_little_memory(node: Node) -> None
     await node.isolation.tidy()
     assert len(node.isolation._removed) == 20
     assert sum(map(len, node.isolation._removed.values())) < 20 << 10
+
+
+@pytest.mark.parametrize("broken", ["keys", "create"])
+async def test_copies_stay_where_not_all_containers_of_before_were_found(
+    node: Node, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """The root cannot be read, or a folder cannot be made again after a reboot: their containers run on."""
+    await node.isolation.start()
+    await node.isolation.admit(request("a"))
+    there = await anyio.to_thread.run_sync(libraries, node)
+    node.isolation.close()
+    if broken == "create":
+        await anyio.to_thread.run_sync(shutil.rmtree, node.root / "run" / "limits")
+
+    def fails(*_: object) -> None:
+        raise FolderUnusable("no space")
+
+    monkeypatch.setattr(LimitFolders, broken, fails)
+    await node.agent().start()
+    await node.isolation.tidy()
+    assert there
+    assert await anyio.to_thread.run_sync(libraries, node) == there
