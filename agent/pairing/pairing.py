@@ -43,6 +43,9 @@ PROMPT_SECONDS = 1.0
 SETTLED_SECONDS = 1.0
 # The kubelet records what an Allocate gave some milliseconds after it: an earlier reading says nothing of it.
 RECORDED_SECONDS = 1.0
+# The containers of a pod get their devices one after the other, before any of them starts. One that gets them
+# anew later, from a kubelet that has lost its records, is followed by no other.
+LONGEST_ADMISSION_SECONDS = 120.0
 
 
 class Recorder:
@@ -155,11 +158,10 @@ class Pairing:
         return self._continuing.gpus if self._continues() else frozenset()
 
     def _continues(self) -> bool:
-        """Whether a later container is waited for: for a while, and as long as a record shows its pod."""
-        known = self._continuing
-        return self._late_by() < known.until or (
-            known.until > -math.inf and known.pod in self.ledger.held.by_pod
-        )
+        """Whether a later container is waited for: for a while, and longer where a record shows its pod."""
+        known, now = self._continuing, self._late_by()
+        admitted = known.pod in self.ledger.held.by_pod
+        return now < known.until + (LONGEST_ADMISSION_SECONDS if admitted else 0.0)
 
     def _comes_last(self, grant: Grant) -> bool:
         """Whether no later container of the pod asks for this pair."""

@@ -167,7 +167,7 @@ async def test_without_a_checkpoint_a_later_reading_is_enough(granted: Granted) 
 
 
 async def test_who_had_it_before_says_nothing_of_a_grant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint names one that has ended until it is written again, which a disk that stalls puts off."""
+    """The checkpoint names one that has ended until it is written again, which a slow disk puts off."""
     ended = Holding("ns", "ended", "c", "r", tuple(IDS), source=Source.CHECKPOINT)
     granted = Granted(monkeypatch, Record((ended,), began=99.0, written=90.0))
     await granted.hand_out()
