@@ -7,7 +7,6 @@ import pytest
 
 from agent.model.holding import PairMember, Record
 from agent.model.pod import Demand
-from agent.pairing.pairing import LONGEST_ADMISSION_SECONDS
 from agent.pairing.resolver import Cause, PairRefused
 from tests.unit.pairing.asking import first, index, told
 from tests.unit.pairing.kubelet_model import Admission, AgentKilled, KubeletModel, pod, share
@@ -300,25 +299,6 @@ async def test_the_next_container_of_a_pod_is_waited_for_while_it_asks() -> None
     (gpu,) = kubelet.pairing.ledger.pools
     assert kept == [frozenset(), frozenset(), frozenset({gpu}), frozenset({gpu})]
     assert not kubelet.pairing.continuing()
-
-
-async def test_a_later_container_is_waited_for_no_longer_than_an_admission_takes() -> None:
-    """One that gets its units anew, from a kubelet that has lost its records, is followed by no other."""
-    kubelet, kept = KubeletModel(gpus=1, blocks=40), list[frozenset[str]]()
-    look = kubelet.look
-
-    async def slow(deadline: float = 1.0) -> Record:
-        if len(kept) == 2:
-            kubelet.pairing.observe(await look(deadline))
-            for seconds in (LONGEST_ADMISSION_SECONDS, kubelet.pairing.rules.reservation_seconds):
-                assert kubelet.pairing.continuing()
-                kubelet.now += seconds
-        kept.append(kubelet.pairing.continuing())
-        return await look(deadline)
-
-    kubelet.look = slow  # type: ignore[method-assign]
-    await kubelet.admit(pod("a", share("main", 10, 25), share("second", 5, 5)))
-    assert kept[2] == frozenset()
 
 
 async def test_a_member_without_preference_is_kept_though_the_kubelet_answered_late() -> None:

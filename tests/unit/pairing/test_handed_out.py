@@ -13,6 +13,7 @@ from agent.model.holding import PairMember, Record
 from agent.model.modes import Assignment, GpuMode, Offering
 from agent.model.pod import MPS, VGPU, Container, Stage
 from agent.pairing.pair_rules import Grant
+from agent.pairing.pairing import LONGEST_ADMISSION_SECONDS
 from agent.pairing.resolver import resource_of
 from tests.unit.pairing.kubelet_model import Admission, pod, share
 from tests.unit.pairing.test_lists import Kubelet
@@ -162,6 +163,18 @@ async def test_a_later_container_that_comes_after_the_promise_is_on_the_list() -
     await kubelet.allocate("a", "main", MEMORY, sorted(held["init", VGPU.memory]))
     kubelet.read()
     assert len(kubelet.listed(CORE)) == 90
+
+
+async def test_a_later_container_is_waited_for_no_longer_than_an_admission_takes() -> None:
+    """One that gets its units anew, from a kubelet that has lost its records, is followed by no other."""
+    kubelet = Follower(gpus=1)
+    kubelet.take_up("a", share("main", 25, 1), share("second", 40, 1))
+    await kubelet.ask("a", "main", CORE)
+    await kubelet.ask("a", "main", MEMORY)
+    await kubelet.wait(LONGEST_ADMISSION_SECONDS)
+    assert kubelet.pairing.continuing()
+    await kubelet.wait(kubelet.pairing.rules.reservation_seconds)
+    assert not kubelet.pairing.continuing()
 
 
 async def test_a_call_that_waits_its_turn_is_not_late() -> None:
