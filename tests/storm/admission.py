@@ -130,6 +130,7 @@ class Judged:
         self._modes = {one.uuid: one.active.mode for one in offered if not begun or one.uuid in begun}
         self._wants = _needs(pod.spec)
         self._known = agent is not None and agent.cluster is not None and pod.api_uid in _pods_known(agent)
+        self._synced = agent is None or agent.cluster is None or agent.cluster.pods.reflector.synced
         self._grown = grown_units(agent)
 
     def fits(self, used: Used, *, strict: bool = False, well: bool = False) -> bool:
@@ -164,7 +165,9 @@ class Judged:
     def _reached(self, uuid: str, mode: Mode, used: Used) -> bool:
         excuses = self._excuses
         # The agent chooses among what it is offered: what its lists lack it learns too late, asked or not.
-        answered = self._answered and self._was_offered(uuid, mode, used)
+        # One that has never seen the pods names entries of the checkpoint by who has the same units: for a
+        # moment that may be the next pod (storm 8000043).
+        answered = self._answered and self._synced and self._was_offered(uuid, mode, used)
         if not excuses.applies(uuid) or excuses.of(uuid, mode, answered=answered) is not None:
             return True
         # Whole GPUs that were handed out before are handed out again by a reading alone.
