@@ -43,8 +43,8 @@ PROMPT_SECONDS = 1.0
 SETTLED_SECONDS = 1.0
 # The kubelet records what an Allocate gave some milliseconds after it: an earlier reading says nothing of it.
 RECORDED_SECONDS = 1.0
-# The containers of a pod get their devices one after the other, before any of them starts. One that gets them
-# anew later, from a kubelet that has lost its records, is followed by no other.
+# The containers of a pod get their devices one after the other, before any of them starts. One that gets some
+# again, from a kubelet that has lost its records, is followed by no other.
 LONGEST_ADMISSION_SECONDS = 120.0
 
 

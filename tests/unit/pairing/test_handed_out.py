@@ -166,7 +166,7 @@ async def test_a_later_container_that_comes_after_the_promise_is_on_the_list() -
 
 
 async def test_a_later_container_is_waited_for_no_longer_than_an_admission_takes() -> None:
-    """One that gets its units anew, from a kubelet that has lost its records, is followed by no other."""
+    """One that gets units again, from a kubelet that has lost its records, is followed by no other."""
     kubelet = Follower(gpus=1)
     kubelet.take_up("a", share("main", 25, 1), share("second", 40, 1))
     await kubelet.ask("a", "main", CORE)
