@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, TypeVar
 
 import anyio
@@ -88,9 +87,10 @@ class DevicePluginService:
         self.last_status_error: str | None = None
         self._waiting: set[anyio.CancelScope] = set()
         self._delivered: Cell[tuple[int, ...]] = Cell(())  # newest list version sent on each open stream
-        # Device IDs that no reading could show yet, with the time of the grant, the oldest first, and who
-        # held what by the reading before; and those of calls under way.
-        self._granted: dict[str, tuple[float, Record]] = {}
+        # Device IDs that no reading could show yet, with the time of the grant, the oldest first, and
+        # those of calls under way.
+        self._granted: dict[str, float] = {}
+        self._before = NOTHING_READ  # who held what when the newest of them was granted
         self._judged = NOTHING_READ  # the reading by which these were looked at last
         self._sent_again = -math.inf  # when the list was, for the checkpoint
         self._asked: list[tuple[str, ...]] = []
@@ -148,11 +148,11 @@ class DevicePluginService:
         await self._delivered.wait_for(lambda sent: all(each >= version for each in sent))
 
     def _touch(self, containers: Iterable[Iterable[str]]) -> None:
-        before = self._forget()
+        self._before = self._forget()
         now = time.monotonic()
         for device in (device for ids in containers for device in ids):
             self._granted.pop(device, None)
-            self._granted[device] = now, before
+            self._granted[device] = now
 
     def granted_lately(self) -> frozenset[str]:
         """Device IDs that are being handed out, or were and stand in no reading yet."""
@@ -167,8 +167,10 @@ class DevicePluginService:
         """Let go of grants that the newest reading would show; no age alone ends one."""
         record = self._read()
         oldest = max(record.written - GRANT_SECONDS, record.began - UNWRITTEN_SECONDS)
-        while self._granted and self._granted[first := next(iter(self._granted))][0] < oldest:
+        while self._granted and self._granted[first := next(iter(self._granted))] < oldest:
             del self._granted[first]
+        if not self._granted:
+            self._before = NOTHING_READ
         return record
 
     def _forget_shown(self, record: Record) -> None:
@@ -176,14 +178,13 @@ class DevicePluginService:
 
         A holding that was there before a grant is one of before: the checkpoint is written later.
         """
-        later = {device: before for device, (at, before) in self._granted.items() if at < record.began}
-        before = {id(each): each.holdings for each in later.values()}
-        earlier = {id(each) for each in chain.from_iterable(before.values())}
+        later = {device for device, granted in self._granted.items() if granted < record.began}
+        earlier = set(map(id, self._before.holdings)) if later else ()
         for each in record.holdings if later else ():
             # What a container holds it was granted in one call.
             if each.ids and each.ids[0] in later and each.resource == self.plugin.resource:
                 known = each.source is not Source.FORGOTTEN and id(each) not in earlier
-                for device in later.keys() & each.id_set if known else ():
+                for device in later & each.id_set if known else ():
                     self._granted.pop(device, None)  # a later container of the pod may have it, too
 
     def _have_it_written(self, began: float) -> None:
@@ -191,7 +192,7 @@ class DevicePluginService:
 
         The kubelet writes its checkpoint with each.
         """
-        waits = any(granted < began - GRANT_SECONDS for granted, _ in self._granted.values())
+        waits = any(granted < began - GRANT_SECONDS for granted in self._granted.values())
         if waits and began > self._sent_again + GRANT_SECONDS:
             self._sent_again = time.monotonic()
             self.plugin.lists.publish(self.plugin.lists.value)
