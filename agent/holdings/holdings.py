@@ -349,12 +349,15 @@ class HoldingsWatch:
             # That of the end of the reading before: one look says that nothing has changed since then.
             before, began, wall = self._socket, monotonic(), time_ns()
             entries = await self._entries()
+            readable = self._unreadable is None
             written = self._written_after(entries, began, wall)
             # Without a file nothing is known of what this kubelet found.
-            read = self._unreadable is None and bool(entries)
+            read = readable and bool(entries)
             listed = await self.client.list(give_up - anyio.current_time())
             self._socket = after = await self._kubelet()
             if before == after:
+                # Not before: what a reading has found that the kubelet did not answer stands nowhere.
+                self._checkpoint_known |= readable
                 return self._joined(replace(listed, began=began, written=written), entries, after, read=read)
         raise PodResourcesUnavailable(f"the kubelet restarted while it was asked by {self.client.path}")
 
@@ -437,7 +440,7 @@ class HoldingsWatch:
                 log.warning("checkpoint_unreadable", problem=str(error))
             self._unreadable = str(error)
             return self._record.entries
-        self._unreadable, self._checkpoint_known = None, True
+        self._unreadable = None
         return entries
 
     def _written_after(self, entries: Entries, began: float, wall: int) -> float:

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from agent.holdings.record import LAG_SECONDS, Evidence, View, join
+from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.holding import Holding, Record
 from tests.pods import a_pod
 from tests.unit.holdings.record_node import Node
@@ -275,3 +276,22 @@ async def test_who_claims_to_mirror_a_pod_of_another_name_frees_nothing_of_it(no
     for _ in range(2):
         assert await node.held() == both
         assert node.watch.gpus_by_pod() == {"u": {A, B}}
+
+
+async def test_a_checkpoint_that_was_read_for_no_answer_is_not_known(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storm 8000092: GPUs that pods held were offered in another mode, once the file was torn."""
+    node.complete = False
+    node.kubelet.records(("u", "main", A))
+
+    async def silent(deadline: float = 2.0) -> Record:
+        raise PodResourcesUnavailable("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node.kubelet, "list", silent)
+        assert await node.held() is None
+    node.kubelet.tear()
+    assert await node.held() is None
+    node.kubelet.records(("u", "main", A))
+    assert await node.held() == {("pod with UID u", "main", A)}
