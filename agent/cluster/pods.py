@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agent.cluster.api import ApiError, ApiRefused, ApiUnavailable, KubeApi, Query, understood
 from agent.cluster.reflector import Item, PartialObject, Reflector
 from agent.model.modes import is_offered
-from agent.model.placement import ASSIGNED, HINT, HINT_NODE, POLICY
+from agent.model.placement import ASSIGNED, BURST, HINT, HINT_NODE, POLICY, PRIORITY, RESIZE
 from agent.model.pod import (
     ContainerSpec,
     Metadata,
@@ -126,8 +126,6 @@ def _mirrors(metadata: Metadata, node: str, node_uid: str | None) -> bool:
 # One that has finished stays until the controller manager counts 12,500 in the cluster, and 256 KiB of
 # annotations of each pod are its tenant's: whole copies would take all of the agent's memory.
 
-RESIZE = "gpu-node-agent.io/resize"
-BURST, PRIORITY = "gpu-node-agent.io/burst", "gpu-node-agent.io/priority"
 # The annotations that are read of a pod, beside the hint for each of its containers.
 READ = frozenset({HASH_ANNOTATION, ASSIGNED, HINT_NODE, POLICY, RESIZE, BURST, PRIORITY})
 # In characters: no reader takes an annotation that is longer, whole or cut.

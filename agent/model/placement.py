@@ -219,6 +219,9 @@ HINT_TIME = "tencent.com/predicate-time"
 HINT_NODE = "tencent.com/predicate-node"
 ASSIGNED = "tencent.com/gpu-assigned"
 POLICY = "gpu-node-agent.io/placement"
+# Those of this agent for compute and for the live resize of vGPU containers.
+BURST, PRIORITY = "gpu-node-agent.io/burst", "gpu-node-agent.io/priority"
+RESIZE = "gpu-node-agent.io/resize"
 
 
 class PlacementPolicy(StrEnum):

@@ -23,6 +23,7 @@ import structlog
 
 from agent.cluster.pods import PodCache
 from agent.kit.tasks import Cell
+from agent.model.placement import BURST, PRIORITY
 from agent.telemetry.container_use import Uses
 from agent.vgpu.correction import Second, learned
 from agent.vgpu.folders import PERCENT, About, Place
@@ -414,8 +415,6 @@ def work_of(uses: Uses) -> Mapping[str, MeasuredWork]:
 
 # Compute as pods request it by annotations: how far they may burst, and whether they come last.
 
-BURST = "gpu-node-agent.io/burst"
-PRIORITY = "gpu-node-agent.io/priority"
 LOW = "low"
 _reported: dict[tuple[str, str], int] = {}  # a hash of the value, which may be of 256 KiB, by pod and name
 _MOST_REPORTED = 1000

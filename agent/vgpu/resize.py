@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from agent.kit.tasks import Cell, repeat
 from agent.lists.shared_pair import SharedPair
 from agent.model.holding import PairMember
+from agent.model.placement import RESIZE
 from agent.model.pod import VGPU
 from agent.pairing.resolver import PairRefused
 from agent.vgpu.events import LimitEvents
@@ -29,7 +30,6 @@ from agent.vgpu.limits import ContainerLimits
 from agent.vgpu.room import Isolation
 from agent.vgpu.watch import LimitWatch
 
-ANNOTATION = "gpu-node-agent.io/resize"
 LONGEST_TEXT = 16 << 10
 RETRY_SECONDS = 5.0  # for units that come free
 _Units = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -187,12 +187,12 @@ class Resizer:
 def wanted(text: str) -> Mapping[str, Sizes]:
     """Sizes by container. Raises BadResize."""
     if len(text) > LONGEST_TEXT:
-        raise BadResize(f"annotation {ANNOTATION} is longer than {LONGEST_TEXT} bytes")
+        raise BadResize(f"annotation {RESIZE} is longer than {LONGEST_TEXT} bytes")
     try:
         found = msgspec.json.decode(text, type=_Wanted)
     except (msgspec.MsgspecError, UnicodeEncodeError) as error:
         raise BadResize(
-            f'annotation {ANNOTATION} must be units of {VGPU.memory} by container, as {{"main": 60}}, or '
+            f'annotation {RESIZE} must be units of {VGPU.memory} by container, as {{"main": 60}}, or '
             f'{{"main": {{"memory": 60, "cores": 20}}}}: {error}'
         ) from error
     return {name: each if isinstance(each, Sizes) else Sizes(each) for name, each in found.items()}

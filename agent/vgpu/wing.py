@@ -21,6 +21,7 @@ from agent.model.holding import Growth, Holding, PairMember, by_gpu
 from agent.model.holding import Place as PlaceOfContainer
 from agent.model.look import Look
 from agent.model.modes import Mode
+from agent.model.placement import RESIZE
 from agent.model.pod import VGPU
 from agent.modes.wing import Document, Machine, Node, Task, Wing
 from agent.nvml.port import NvmlPort
@@ -38,7 +39,6 @@ from agent.vgpu.isolation_errors import IsolationError
 from agent.vgpu.library import IMAGE_FILE
 from agent.vgpu.limits import MEMORY_FILE, Enforcement, NamespaceEnforcement, context_bytes
 from agent.vgpu.publishing import Publisher
-from agent.vgpu.resize import ANNOTATION as RESIZE
 from agent.vgpu.resize import FreeUnits, Resizer
 from agent.vgpu.room import Isolation
 from agent.vgpu.watch import LimitWatch, round_of

@@ -4,8 +4,8 @@ import random
 
 import anyio
 
+from agent.model.placement import RESIZE
 from agent.simulator.kubelet.pod_specs import PodSpec
-from agent.vgpu.resize import ANNOTATION as RESIZE
 from tests.storm.pods import random_pod, static_pod_of
 from tests.storm.world import World
 

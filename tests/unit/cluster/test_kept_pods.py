@@ -10,11 +10,10 @@ import anyio
 import msgspec
 
 from agent.cluster.pods import HASH_ANNOTATION, LONGEST, LONGEST_RESIZE, READ, PodCache, cgroup_uids, kept
-from agent.model.placement import ASSIGNED, HINT, HINT_NODE, POLICY
+from agent.model.placement import ASSIGNED, BURST, HINT, HINT_NODE, POLICY, PRIORITY, RESIZE
 from agent.model.pod import VGPU, Pod
 from agent.node import refused_pods
-from agent.vgpu.compute import BURST, PRIORITY
-from agent.vgpu.resize import ANNOTATION, LONGEST_TEXT
+from agent.vgpu.resize import LONGEST_TEXT
 from tests.virtual_time import in_virtual_time
 
 LARGE = 100 << 10
@@ -92,7 +91,7 @@ def test_finished_pods_take_little_memory_whatever_they_carry() -> None:
 
 
 def test_every_annotation_that_is_read_of_a_pod_is_kept_and_no_other() -> None:
-    read = {HASH_ANNOTATION, ASSIGNED, HINT_NODE, POLICY, BURST, PRIORITY, ANNOTATION}
+    read = {HASH_ANNOTATION, ASSIGNED, HINT_NODE, POLICY, BURST, PRIORITY, RESIZE}
     assert read == READ
     names = {*read, f"{HINT}0"}
     annotations = dict.fromkeys({*names, f"{HINT}1", f"{HINT}00", "example.com/notes"}, "v" * LARGE)
@@ -100,7 +99,7 @@ def test_every_annotation_that_is_read_of_a_pod_is_kept_and_no_other() -> None:
     pod = decoded(document("a", metadata=metadata))
     found = kept(pod)
     assert {name: len(text) for name, text in found.annotations.items()} == {
-        name: LONGEST_RESIZE if name == ANNOTATION else LONGEST for name in names
+        name: LONGEST_RESIZE if name == RESIZE else LONGEST for name in names
     }
     assert LONGEST_RESIZE > LONGEST_TEXT  # it stays too long for its reader
     assert not found.metadata.labels
