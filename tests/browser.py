@@ -17,6 +17,7 @@ import pytest
 
 from agent.kubectl.page import Page
 from tests.cluster.build.errors import BuildError
+from tests.pace import scaled
 from tests.pictures import chromium
 
 START_SECONDS, ANSWER_SECONDS = 60.0, 20.0
@@ -67,12 +68,13 @@ class Tab:
     async def until(self, script: str, seconds: float = 30.0) -> float:
         """Wait until an expression is true; the seconds that it took."""
         began = anyio.current_time()
-        with anyio.move_on_after(seconds):
+        with anyio.move_on_after(scaled(seconds)):
             while not await self.value(script):
                 await anyio.sleep(0.02)
             return anyio.current_time() - began
         shown = await self.value("document.body.innerText")
-        raise TimeoutError(f"not within {seconds:g} s: {script}; the page shows:\n{shown}\n{self.complaints}")
+        late = f"not within {scaled(seconds):g} s: {script}"
+        raise TimeoutError(f"{late}; the page shows:\n{shown}\n{self.complaints}")
 
     async def press(self, key: str) -> None:
         for kind in ("rawKeyDown", "keyUp"):

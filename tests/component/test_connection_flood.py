@@ -22,6 +22,7 @@ import pytest
 from tests.cluster.agent_process import REPOSITORY
 from tests.cluster.pki import Authority
 from tests.component.agent_runs import run_in
+from tests.free_ports import free_port
 from tests.pace import scaled
 
 FLOOD = 1100
@@ -68,7 +69,7 @@ async def extender(folder: Path) -> AsyncIterator[tuple[int, list[tuple[int, byt
     pki = authority.folder
     await anyio.to_thread.run_sync(lambda: authority.sign("extender", "/CN=extender", usage="serverAuth"))
     kubeconfig = authority.kubeconfig("extender", "https://127.0.0.1:1")
-    plain, https = _free_ports()
+    plain, https = free_port(), free_port()
     flags = {
         "logging.format": "json",
         "http.address": "127.0.0.1",
@@ -97,13 +98,6 @@ async def extender(folder: Path) -> AsyncIterator[tuple[int, list[tuple[int, byt
     finally:
         process.kill()
         await anyio.to_thread.run_sync(process.wait)
-
-
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        for one in (first, second):
-            one.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]
 
 
 async def _limit_was_raised(pid: int) -> None:

@@ -28,7 +28,7 @@ from tests.scenarios.vgpu import (
 
 TURNS = 20  # half of the holders complete, half are deleted
 HOLDS_SECONDS = 2.0  # a holder that completes runs so long, seen first by a kubelet that looks each second
-LONGEST_HOLDS_SECONDS = 6.0
+LONGEST_HOLDS_SECONDS = 12.0
 COMES_SECONDS = 2.0
 # The kubelet takes its pods up again one after another, some of them a second after its start.
 TAKEN_UP_SECONDS = 20.0

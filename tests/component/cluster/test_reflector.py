@@ -27,6 +27,7 @@ from tests.component.cluster.server import (
     watch,
 )
 from tests.component.kubelet_room.parts import eventually
+from tests.free_ports import free_port
 from tests.pace import scaled
 
 
@@ -231,8 +232,9 @@ async def test_the_server_is_away_and_comes_back(logs: Any, monkeypatch: pytest.
     """The copy stays; what was deleted meanwhile goes with the new list."""
     fake = FakeApi()
     fake.script(PODS, watch(*INITIAL))
-    async with fake.serving():
-        port = fake.port
+    port = free_port()
+    async with fake.serving(port):
+        pass
     async with client(fake.url) as api, anyio.create_task_group() as group:
         reflector = Reflector(api, PODS, {}, Pod, "pods")
         group.start_soon(reflector.run)

@@ -3,11 +3,13 @@
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
+from tests.pace import scaled
 
 FAST = Timings(
     registry_poll=0.02,
@@ -31,4 +33,4 @@ def root() -> Iterator[Path]:
 @pytest.fixture
 def kubelet(root: Path) -> EmbeddedKubelet:
     """Not running yet: `async with kubelet.running()`."""
-    return EmbeddedKubelet(root, status_tick=0.02, timings=FAST)
+    return EmbeddedKubelet(root, status_tick=0.02, timings=replace(FAST, get_info=scaled(1.0)))

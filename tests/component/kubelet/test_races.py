@@ -18,7 +18,7 @@ async def test_list_during_an_allocate_after_an_end_makes_held_ids_free_again(
     kubelet: EmbeddedKubelet, root: Path
 ) -> None:
     """Kubernetes PR 137534 (open at 1.36): its table is rebuilt without the IDs of the call under way."""
-    ends = PodSpec("ends", (ContainerSpec("main", {GPU: 1}, exits=True, seconds=0.3),))
+    ends = PodSpec("ends", (ContainerSpec("main", {GPU: 1}, exits=True, seconds=min(scaled(0.3), 3.0)),))
     under_way: list[set[str]] = []
 
     def look() -> None:

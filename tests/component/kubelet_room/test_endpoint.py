@@ -15,6 +15,7 @@ from agent.kubelet import endpoint as endpoint_module
 from agent.kubelet.endpoint import Endpoint
 from agent.simulator.kubelet import EmbeddedKubelet, Timings
 from tests.component.kubelet_room.parts import GPU, Peer, ScriptedPlugin, eventually, listing, running_tasks
+from tests.pace import scaled
 
 FAST = Timings(registry_poll=0.02, registry_retry=0.05, first_status=0.5)
 
@@ -143,10 +144,12 @@ async def test_a_node_out_of_inotify_instances(folder: Path, monkeypatch: pytest
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(endpoint_module, "watching", exhausted)
+    monkeypatch.setattr(endpoint_module, "SILENCE_SECONDS", min(scaled(0.3), 3.0))
+    monkeypatch.setattr(endpoint_module, "ASKED_SECONDS", min(scaled(0.3), 3.0))
     kubelet = _kubelet(folder)
     async with kubelet.running(), _life(_endpoint(folder)) as endpoint:
         await eventually(lambda: _listed(kubelet))
-        await anyio.sleep(0.3)
+        await anyio.sleep(endpoint_module.SILENCE_SECONDS)
         assert endpoint.service.stats.streams_opened == 1  # it does not take that for a lost socket
         await anyio.to_thread.run_sync(endpoint.path.unlink)
         await eventually(lambda: endpoint.service.stats.streams_opened > 1)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -17,6 +16,7 @@ import anyio
 import anyio.to_thread
 import yaml
 
+from tests.free_ports import free_port
 from tests.pace import scaled
 from tests.prometheus_binaries import programs
 
@@ -129,7 +129,7 @@ async def prometheus(
 async def served(folder: Path, configuration: Mapping[str, Any], *flags: str) -> AsyncIterator[Prometheus]:
     """Prometheus over the blocks in `data` of the folder, if there are any."""
     program = (await anyio.to_thread.run_sync(programs)) / "prometheus"
-    port = _free_port()
+    port = free_port()
     process = await anyio.to_thread.run_sync(_start, program, folder, port, configuration, flags)
     server = Prometheus(f"http://127.0.0.1:{port}", process)
     try:
@@ -166,9 +166,3 @@ def _start(
             stdout=log,
             stderr=log,
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

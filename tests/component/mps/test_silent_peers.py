@@ -18,6 +18,7 @@ from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import DaemonState, EventReason
 from tests.component.mps.keeping import OPTIONS, Bench, daemons_of, halted, one_server, reached
 from tests.component.mps.test_tenants import TENANT, as_tenant, seen_states
+from tests.pace import scaled
 
 # Connects so often as it may, and says nothing until its input ends. Its last line: how many were cut off.
 HOLD = """
@@ -81,6 +82,7 @@ async def test_silent_mps_connection_harms_nobody(
     monkeypatch.setattr(connections, "AGAIN_SECONDS", 0.005)  # 200 at 50 ms each would take ten seconds
     bench = Bench(run_folder, program)
     daemon = bench.daemon(options=WITH_SERVER)
+    daemon.control._deadline = scaled(2.0)
     async with bench.kept(daemon):
         before = await reached(daemon, DaemonState.SERVING)
         server = await one_server(daemon)

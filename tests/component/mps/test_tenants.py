@@ -110,6 +110,7 @@ async def test_forged_log_is_no_verdict(
     word = Word.of(newest, tmp_path)
     bench = Bench(run_folder, word.program)
     daemon = bench.daemon(options=replace(WITH_SERVER, probe_seconds=600))
+    daemon.control._deadline = scaled(2.0)
     fifo = daemon.folders.pipe / "log"
     async with bench.kept(daemon):
         await reached(daemon, DaemonState.SERVING)

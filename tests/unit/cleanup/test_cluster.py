@@ -8,7 +8,10 @@ import pytest
 from agent.cleanup import cluster as room
 from agent.cleanup.cluster import MARGIN_SECONDS, ClusterCleanup, Release
 from agent.cleanup.request import CleanupFailed, CleanupRefused, CleanupState
+from tests.pace import scaled
 from tests.unit.cleanup.cluster_api import NOW, RELEASE, Cluster, holder
+
+SHORT = min(scaled(0.2), 3.0)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +96,7 @@ async def test_a_node_that_fails_is_named_when_time_is_up() -> None:
     cluster = Cluster("node1", "node2")
     cluster.answers["node1"] = (CleanupState.FAILED, "/run/x: cannot be removed: Device or resource busy")
     with pytest.raises(CleanupFailed, match=r"node node1: /run/x: cannot be removed.*--no-hooks"):
-        await run(cluster, 0.2)
+        await run(cluster, SHORT)
     assert cluster.in_force() == set()
 
 
@@ -101,7 +104,7 @@ async def test_an_agent_that_does_not_answer_is_named() -> None:
     cluster = Cluster("node1")
     cluster.answers["node1"] = None
     with pytest.raises(CleanupFailed, match="node node1: its agent has not answered"):
-        await run(cluster, 0.2)
+        await run(cluster, SHORT)
     assert cluster.in_force() == set()
 
 
@@ -117,7 +120,7 @@ async def test_an_agent_whose_clock_is_wrong_is_named() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(put_away)
         with pytest.raises(CleanupFailed, match="node node1: the request was taken away there"):
-            await run(cluster, 0.3)
+            await run(cluster, SHORT)
 
 
 async def test_an_interrupted_hook_calls_all_off() -> None:
@@ -149,7 +152,7 @@ async def test_a_request_whose_answer_was_lost_is_taken_back() -> None:
     cluster.answers["node1"] = None
     cluster.silent = 1
     with pytest.raises(CleanupFailed, match="not clean within"):
-        await run(cluster, 0.2)
+        await run(cluster, SHORT)
     assert cluster.in_force() == set()
 
 

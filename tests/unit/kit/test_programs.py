@@ -76,6 +76,7 @@ async def test_what_does_not_end_when_killed_is_not_started_again(monkeypatch: p
         bounds = {"seconds": 30.0} | more
         return await run(_shell(script), environment=ENVIRONMENT, most_bytes=10, **bounds)  # type: ignore[arg-type]
 
+    monkeypatch.setattr(programs, "_left", {})
     with monkeypatch.context() as patch:
         patch.setattr(programs, "KILLED_SECONDS", 0.05)
         patch.setattr(os, "killpg", lambda pid, _: stuck.append(pid))

@@ -28,6 +28,7 @@ from agent.nvml.port import NvmlCode
 from agent.settings import HostSettings, Injection, Mig, Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml
+from tests.pace import scaled
 from tests.wing_node import wing_node
 
 
@@ -113,10 +114,12 @@ async def running(rig: Rig) -> AsyncIterator[MigWing]:
 
 
 async def until(rig: Rig, expected: dict[int, str]) -> None:
-    with anyio.move_on_after(10):
+    with anyio.move_on_after(scaled(10)):
         while rig.placed() != expected:
             await anyio.sleep(0.01)
     assert rig.placed() == expected
+    # The machine has it before the agent's call has come back; the call after that one finds it scanned.
+    await rig.calls.run(lambda: None)
 
 
 async def steady(rig: Rig, seconds: float = 0.3) -> dict[int, str]:

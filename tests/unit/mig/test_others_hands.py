@@ -22,6 +22,7 @@ from agent.modes.wing import NotYet
 from agent.nvml.event_watch import WorkerThread
 from agent.nvml.port import MigProfile, NvmlCode, error_for
 from agent.settings import Mig
+from tests.pace import scaled
 from tests.unit.mig.test_layouts import Rig, asked, problem, running, steady, until
 
 
@@ -110,13 +111,13 @@ async def test_the_executor_stops_where_its_gpu_leaves_the_mode(tmp_path: Path) 
 
 
 async def test_what_the_driver_makes_late_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr(layouts, "CALL_SECONDS", call := min(scaled(0.2), 1.0))
     rig = Rig(tmp_path)
     make = rig.nvml.make_instance
 
     def late(*args: Any) -> int:
         rig.nvml.make_instance = make  # type: ignore[method-assign]
-        time.sleep(0.6)
+        time.sleep(3 * call)
         return make(*args)
 
     rig.nvml.make_instance = late  # type: ignore[method-assign, assignment]
@@ -192,14 +193,14 @@ async def test_mig_mode_that_failed_does_not_come_later(tmp_path: Path) -> None:
 async def test_nobody_gets_a_gpu_while_its_mig_mode_is_being_switched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    monkeypatch.setattr(mig_mode, "SWITCH_SECONDS", 0.1)
+    monkeypatch.setattr(mig_mode, "SWITCH_SECONDS", seconds := min(scaled(0.1), 1.0))
     monkeypatch.setattr(mig_mode, "HUNG_LOOK_SECONDS", 0.01)
     rig = Rig(tmp_path)
     asked(rig, "3g.71gb")
     gpu = rig.snapshot.value.gpus[1].gpu
     rig.machine.hang("nvmlDeviceSetMigMode", 1)
     async with running(rig) as wing:
-        with anyio.move_on_after(0.5) as scope:
+        with anyio.move_on_after(5 * seconds) as scope:
             await wing.prepare(gpu)
         assert scope.cancelled_caught
         if then == "pgpu":

@@ -70,12 +70,16 @@ async def test_a_launcher_that_outlives_its_kill_is_not_waited_for(
     monkeypatch.setattr(launcher, "__file__", str(hangs))
     monkeypatch.setattr(launch, "START_SECONDS", 0.1)
     monkeypatch.setattr(programs, "KILLED_SECONDS", 0.1)
+    monkeypatch.setattr(programs, "_left", {})
     monkeypatch.setattr(os, "killpg", lambda pid, _: stuck.append(pid))
     with anyio.fail_after(scaled(5)):
         code, _, errors = await launch._run({})
     (pid,) = stuck
     os.kill(pid, signal.SIGKILL)
     assert (code, errors) == (None, "it did not go into the background within 0.1 s")
+    with anyio.fail_after(scaled(5)):
+        while any(each.returncode is None for each in programs._left.values()):
+            await anyio.sleep(0.01)
 
 
 async def test_a_supervision_that_hangs_holds_no_gpu_in_its_mode(
@@ -91,9 +95,14 @@ async def test_a_supervision_that_hangs_holds_no_gpu_in_its_mode(
                 await goes_on.wait()
 
     monkeypatch.setattr(Daemon, "run", hang)
-    monkeypatch.setattr(daemon_manager, "OVER_SECONDS", 0.1)
+    monkeypatch.setattr(daemon_manager, "OVER_SECONDS", seconds := min(scaled(0.1), 1.0))
     manager = daemon_manager.DaemonManager(
-        tmp_path, lambda: NO_PROGRAM, unused, lambda *_: None, Options(cgroups=tmp_path), set_up_seconds=0.1
+        tmp_path,
+        lambda: NO_PROGRAM,
+        unused,
+        lambda *_: None,
+        Options(cgroups=tmp_path),
+        set_up_seconds=seconds,
     )
     async with anyio.create_task_group() as group:
         group.start_soon(manager.run, Cell(Assignment()))
