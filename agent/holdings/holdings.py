@@ -13,6 +13,7 @@ import structlog
 
 from agent.holdings.record import (
     LAG_SECONDS,
+    UNREAD,
     Checkpoint,
     CheckpointUnreadable,
     Entries,
@@ -446,15 +447,18 @@ class HoldingsWatch:
     def _written_after(self, entries: Entries, began: float, wall: int) -> float:
         """A moment after which the kubelet wrote these entries down; `began` where there is no file."""
         file = self._checkpoint
-        if file is None or self._unreadable or not file.stamp:
+        now = file.stamp if file else None  # once: another reading's thread may set it meanwhile
+        if file is None or now is None:
             return began
+        if now is UNREAD:
+            return self._written  # they are those of before
         if entries is not file.entries:
             return -math.inf  # another reading has found later ones meanwhile
         stamp, before, wall_before = self._seen
         # A kubelet whose disk stalls puts a file in place long after it has written it.
-        if stamp != file.stamp and file.stamp[1] >= wall_before - TICK_SECONDS * 1e9:
+        if stamp != now and now[1] >= wall_before - TICK_SECONDS * 1e9:
             self._written = max(self._written, before)
-        self._seen = (file.stamp, began, wall)
+        self._seen = (now, began, wall)
         return self._written
 
     async def _kubelet(self) -> Identity | None:

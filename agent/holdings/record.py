@@ -30,6 +30,7 @@ FILE_NAME = "kubelet_internal_checkpoint"
 _Place = tuple[str, str, str]
 Entries = Mapping[_Place, frozenset[str]]
 Stamp = tuple[int, int, int]  # inode, nanoseconds at which it was written, by the wall clock, and size
+UNREAD: Stamp = (0, 0, 0)  # of one that could not be read
 
 
 class CheckpointUnreadable(Exception):
@@ -56,7 +57,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE_NAME
-        self.stamp: Stamp | None = None  # of the file that was read last
+        self.stamp: Stamp | None = None  # of the file that was read last; None: there is none
         self.entries: Entries = {}
         # By their bytes: each admission replaces the file, in which one entry is new.
         self._known: Mapping[bytes, tuple[_Place, frozenset[str]]] = {}
@@ -78,7 +79,7 @@ class Checkpoint:
         except FileNotFoundError:
             self.stamp, self.entries = None, {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self.stamp = None
+            self.stamp = UNREAD
             raise CheckpointUnreadable(
                 f"the kubelet's checkpoint {self._file} is not readable: {error}"
             ) from error

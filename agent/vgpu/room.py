@@ -115,9 +115,9 @@ class Isolation:
                 await anyio.to_thread.run_sync(self.libraries.install, abandon_on_cancel=True)
             except LibraryUnusable as error:
                 log.warning("enforcement_library_unusable", problem=str(error))
-        found, self._strays = await anyio.to_thread.run_sync(self._found, abandon_on_cancel=True)
-        now = self._clock()
-        self._born = dict.fromkeys((*found, *self._strays), now)
+        found, unread, unmade = await anyio.to_thread.run_sync(self._found, abandon_on_cancel=True)
+        self._strays = frozenset(unread | unmade)  # of the latter the copies are kept, for the next agent
+        self._born = dict.fromkeys((*found, *unread), self._clock())
         self._inherited = set(found)
         self.containers.publish(MappingProxyType(found))
         self.refusing = await anyio.to_thread.run_sync(self._keep_up, found, abandon_on_cancel=True)
@@ -395,21 +395,22 @@ class Isolation:
     def _become(self, containers: Mapping[str, ContainerLimits]) -> None:
         self.containers.publish(MappingProxyType(dict(containers)))
 
-    def _found(self) -> tuple[dict[str, ContainerLimits], frozenset[str]]:
+    def _found(self) -> tuple[dict[str, ContainerLimits], set[str], set[str]]:
+        """What is there, by folder; folders that say nothing; those of copies that cannot be made now."""
         found: dict[str, ContainerLimits] = {}
-        strays = set()
+        unread, unmade = set(), set()
         try:
             self.folders.prepare()
             keys = self.folders.keys()
         except FolderUnusable as error:
             self.libraries.withhold(str(error))
-            return found, frozenset()
+            return found, set(), set()
         for key in keys:
             try:
                 about = self.folders.about(key)
             except FolderUnusable as error:
                 log.warning("limits_unreadable", problem=str(error))
-                strays.add(key)
+                unread.add(key)
                 continue
             self._mend(key, about)
             self._copies.follow(key, about)
@@ -419,11 +420,11 @@ class Isolation:
                 key = self.folders.create(about)
             except FolderUnusable as error:
                 log.warning("limits_not_written", problem=str(error))
-                strays.add(key_of(about.ids))
+                unmade.add(key_of(about.ids))
                 continue
             found[key] = ContainerLimits(about)
             log.info("limits_restored", folder=key, pod=about.pod_key)
-        return found, frozenset(strays - found.keys())
+        return found, unread - found.keys() - unmade, unmade
 
     def _mend(self, key: str, about: About) -> None:
         """Have the limits be those that the folder stands for, whatever happened to the agent before."""

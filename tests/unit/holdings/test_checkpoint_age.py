@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from agent.holdings import holdings
-from agent.holdings.record import FILE_NAME
+from agent.holdings.record import FILE_NAME, UNREAD
 from agent.kit.tasks import Cell
 from agent.kubelet import service as service_module
 from agent.kubelet.service import DevicePluginService
@@ -67,16 +67,25 @@ async def test_a_file_that_comes_late_is_as_old_as_its_content(node: Clocked) ->
     assert await node.written(15.0) == 13.0
 
 
-@pytest.mark.parametrize("by", ["none", "torn"])
-async def test_where_there_is_none_to_read_each_reading_stands_for_itself(node: Clocked, by: str) -> None:
-    if by == "torn":
-        node.kubelet.tear()
+async def test_where_there_is_none_each_reading_stands_for_itself(node: Clocked) -> None:
     assert await node.written(10.0) == 10.0
     assert await node.written(20.0) == 20.0
     node.write(21.0)
     await node.written(25.0)
     node.write(26.0)
     assert await node.written(30.0) == 25.0
+
+
+async def test_one_that_is_torn_for_a_moment_grows_no_younger(node: Clocked) -> None:
+    """A plain init container's grant stands in no file that could be read."""
+    node.write(5.0)
+    await node.written(10.0)
+    node.write(11.0, B)
+    assert await node.written(12.0) == 10.0
+    node.kubelet.tear()
+    assert await node.written(20.0) == 10.0
+    node.write(21.0)
+    assert await node.written(25.0) == 12.0
 
 
 async def test_what_two_readings_find_at_once_is_not_mixed_up(
@@ -89,6 +98,10 @@ async def test_what_two_readings_find_at_once_is_not_mixed_up(
     node.write(11.0, B)
     assert await node.written(12.0) == 10.0
     assert node.watch._written_after(before, 11.5, time.time_ns()) < 0
+    file = node.watch._checkpoint
+    assert file
+    file.stamp = UNREAD  # a third cannot read it
+    assert node.watch._written_after(file.entries, 13.0, time.time_ns()) == 10.0
 
 
 @pytest.mark.parametrize("held", [False, True])

@@ -7,7 +7,8 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from agent.vgpu.folders import key_of
+from agent.vgpu.folders import About, LimitFolders, key_of
+from agent.vgpu.isolation_errors import FolderUnusable
 from tests.unit.vgpu.made_up import units
 from tests.unit.vgpu.test_watch import CAP, Node
 
@@ -50,6 +51,28 @@ async def test_folders_are_there_again_after_a_reboot(node: Node) -> None:
     state, run = node.root / "state" / "limits", node.root / "run" / "limits"
     assert await anyio.to_thread.run_sync(files, state) == []
     assert await anyio.to_thread.run_sync(files, run) == []
+
+
+async def test_a_copy_whose_folder_cannot_be_made_is_the_next_agent_s(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system is full, and a kubelet that has just started shows nothing of the container."""
+    key = await node.admit()
+    await anyio.to_thread.run_sync(rebooted, node, key)
+    again = Node(node.root)
+
+    def full(self: LimitFolders, about: About) -> str:
+        raise FolderUnusable("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LimitFolders, "create", full)
+        await again.isolation.start()
+    assert not again.isolation.containers.value
+    again.now = 100.0
+    await again.isolation.tidy()
+    later = Node(node.root)
+    await later.isolation.start()
+    assert later.isolation.containers.value[key].memory_bytes == CAP
 
 
 async def test_a_copy_that_is_none_is_removed(node: Node) -> None:
