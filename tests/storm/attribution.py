@@ -1,5 +1,6 @@
 """Who asked by the agent's word is whom the kubelet was admitting, and limits stay where they are used."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,8 +20,9 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
     allocate, grant = DeviceManager.allocate, Pairing.allocate
     asking: list[tuple[str, str]] = []  # pod UID and container of those that the kubelet serves now
     names: dict[str, str] = {}  # of their pods, by UID
-    # Containers that run and whose devices the kubelet has forgotten: it does not ask for these, and nobody
-    # says so; the next one of the pod that asks for as much may be either.
+    # Containers that run and whose devices the kubelet has forgotten, and init containers that were through
+    # before it knew of the resource: it does not ask for these, and nobody says so; the next one of the pod
+    # that asks for as much may be either.
     lost: set[tuple[str, str]] = set()
     shares: dict[tuple[str, str], dict[str, int]] = {}
 
@@ -28,9 +30,12 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
         self: DeviceManager, pod: PodSpec, uid: str, container: ContainerSpec, running: bool
     ) -> None:
         asking.append((uid, container.name))
-        shares[uid, container.name] = {each: n for each, n in container.limits.items() if each in OURS}
-        if running and not self.tables.pods.of_container(uid, container.name):
-            lost.add((uid, container.name))
+        shares[uid, container.name] = {of: n for of, n in container.limits.items() if of in OURS}
+        before = itertools.takewhile(lambda each: each is not container, pod.init_containers)
+        for each in (*before, *[container] * running):
+            if not self.tables.pods.of_container(uid, each.name):
+                lost.add((uid, each.name))
+                shares[uid, each.name] = {of: n for of, n in each.limits.items() if of in OURS}
         names[uid] = "/".join(pod.key)
         try:
             await allocate(self, pod, uid, container, running)
