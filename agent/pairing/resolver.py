@@ -137,9 +137,9 @@ def askers(
     """
     resource = resource_of(pair, member)
     served = {(each.pod.uid, each.holder.container) for each in reservations if member in each.granted}
-    found: list[Asker] = []
+    found, going = list[Asker](), list[Asker]()
     for pod in pods:
-        if pod.finished or (record is not None and (pod.ending or pod.key not in record.pods)):
+        if pod.finished or (record and pod.key not in (record.newcomers if pod.ending else record.pods)):
             continue
         wanting = [each for each in pod.containers if each.limits.get(resource)]
         # Containers before one that holds the resource were served.
@@ -153,12 +153,13 @@ def askers(
             if (pod.uid, container.name) in served:
                 continue
             if matches := container.limits[resource] == size:
-                found.append(Asker(pod, container))
+                (going if record and pod.ending else found).append(Asker(pod, container))
             # That of a plain init container may be served: no record shows it without a readable checkpoint.
             if record is not None and (matches or container.stage is not Stage.INIT):
                 break
-    # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits.
-    return [asker for asker in found if asker.pod.status.phase == "Pending"] or found
+    # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits. Nor
+    # does one that is being deleted, unless the kubelet has just started and takes it up once more.
+    return [each for each in found if each.pod.status.phase == "Pending"] or found + going * bool(found)
 
 
 # Finds the requesting container during a call: one look at the record, a GET for a pod not known yet.
@@ -316,7 +317,8 @@ class RequesterResolver:
                 # One that was admitted while its resource was unknown may ask when its container starts, or
                 # by the next kubelet. The first is beside an admission, whose own call then waits; the second
                 # before that kubelet has heard of others, and by now who was just rejected is out.
-                found = [each for each in found if not each.pod.started] or found
+                fresh = [each for each in found if not each.pod.started]
+                found = fresh if any(not each.pod.ending for each in fresh) else found
             waits = not any(each.pod.started or each.pod.uid in refused for each in found)
             unseen = self._unseen(facts, asked, found, waits=waits)
             # Without a record nobody says whether one is there.
@@ -330,8 +332,7 @@ class RequesterResolver:
             else:
                 doubt = self._source.answers and alone() and not asked.useless
                 budget, until = self._away, away_until
-            if doubt:
-                budget.spent += now - counted
+            budget.spent += (now - counted) * doubt
             counted = now
             if now >= give_up or (attempt >= TRIES and not (doubt and now < until)):
                 break
@@ -458,8 +459,7 @@ class RequesterResolver:
 
         Its successor of the same name is another pod: with limits, a namespace's policy and a UID of its own.
         """
-        pod = asker.pod
-        waits = pod.status.phase == "Pending"
+        pod, waits = asker.pod, asker.pod.status.phase == "Pending"
         if facts.record is None or (self._source.current() and waits):
             return facts
         await asked.ask(pod.uid, pod.key, self._source.fetch)

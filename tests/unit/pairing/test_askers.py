@@ -19,6 +19,33 @@ def test_a_pod_that_ends_asks_for_nothing() -> None:
     assert askers(VGPU, PairMember.CORE, 20, record, PairHoldings(), [leaving], ()) == []
 
 
+@pytest.mark.parametrize("then", ["it stays", "it has ended"])
+@in_virtual_time
+async def test_one_that_ends_is_not_taken_for_one_that_runs(then: str) -> None:
+    """Storm 9500005: a kubelet that has lost its checkpoint admits those that are being deleted, too."""
+    kubelet = KubeletModel()
+    runs = pod("runs", share("main", 30, 10), phase="Running", started=True)
+    leaving = changed(pod("leaving", share("main", 30, 10)), ending=True)
+    kubelet.api |= {each.key: each for each in (runs, leaving)}
+    kubelet.taken_up = {each.key: Admission(each) for each in (runs, leaving)}
+    free = sorted(kubelet.listed(PairMember.CORE))
+    async with anyio.create_task_group() as group:
+
+        async def later() -> None:
+            await anyio.sleep(2)
+            if then == "it has ended":
+                del kubelet.taken_up[leaving.key]
+
+        group.start_soon(later)
+        if then == "it stays":
+            with pytest.raises(PairRefused):
+                await kubelet.pairing.prefer(PairMember.CORE, 30, free)
+            assert anyio.current_time() <= DOUBT_SECONDS + 1
+        else:
+            ids = await kubelet.pairing.prefer(PairMember.CORE, 30, free)
+            assert (await kubelet.pairing.allocate(PairMember.CORE, ids)).pod == runs
+
+
 def test_without_a_record_one_that_ends_may_be_asking_and_any_container_of_its_size() -> None:
     two = pod("two", share("first", 20, 10), share("second", 20, 30), share("third", 5, 1))
     leaving = changed(pod("last", share("main", 20, 10)), ending=True)

@@ -153,10 +153,15 @@ async def test_share_of_one_that_is_deleted_by_force_in_its_own_call_goes_to_no_
 async def test_share_of_one_that_is_deleted_in_its_own_call_goes_to_no_other(
     *, early: bool, runs: bool
 ) -> None:
-    """One that was deleted before, `early`, is not admitted, and keeps nobody waiting (storm 1000232)."""
-    kubelet = node("other", runs=runs)
+    """One that was deleted before, `early`, and taken up before others keeps nobody waiting (1000232)."""
+    kubelet = KubeletModel()
     gone = pod("gone", share("main", 30, 10), ending=early)
-    kubelet.api[gone.key], kubelet.taken_up[gone.key] = gone, Admission(gone)
+    if early:
+        kubelet.api[gone.key], kubelet.taken_up[gone.key] = gone, Admission(gone)
+        await kubelet.refresh()
+    other = node("other", runs=runs)
+    kubelet.api |= other.api | {gone.key: gone}
+    kubelet.taken_up |= other.taken_up | {gone.key: Admission(gone)}
 
     usual = kubelet.look
 
