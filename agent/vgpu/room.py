@@ -396,7 +396,7 @@ class Isolation:
         self.containers.publish(MappingProxyType(dict(containers)))
 
     def _found(self) -> tuple[dict[str, ContainerLimits], set[str], set[str]]:
-        """What is there, by folder; folders that say nothing; those of copies that cannot be made now."""
+        """Containers by folder; folders that say nothing; those of copies that cannot be made now."""
         found: dict[str, ContainerLimits] = {}
         unread, unmade = set(), set()
         try:
