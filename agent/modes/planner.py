@@ -155,9 +155,13 @@ def handed_out_here(
 
 
 def taken_over(held: Sequence[GpuHolder], wanted: GpuMode) -> GpuMode:
-    """The mode that a GPU must be in, since pods got units of it that way before this process began."""
-    mode, sliced = held[0].mode, held[0].replica
-    if held[0].holding.share:
+    """The mode that a GPU must be in, since pods got units of it that way before this process began.
+
+    A checkpoint names pods that have ended, too: their units may have been of a mode before.
+    """
+    first = min(held, key=lambda each: (not each.holding.namespace, not each.holding.listed))
+    mode, sliced = first.mode, first.replica
+    if first.holding.share:
         return GpuMode(mode, dra=True)
     # How many replicas there were only matters to a list; those that are held must be on it.
     numbers = [parse(text).number for holder in held for text in holder.holding.ids if holder.replica]
