@@ -177,6 +177,9 @@ class Record:
     began: float = field(default=-math.inf, compare=False)
     # A moment of that clock: the checkpoint that was read has been written later. Without one it is `began`.
     written: float = field(default=-math.inf, compare=False)
+    # When the first reading of this kubelet began. What was granted before, and its checkpoint does not show,
+    # the kubelet before had not written down when it ended, and had started nobody with.
+    kubelet_since: float = field(default=-math.inf, compare=False)
 
     @cached_property
     def pods(self) -> frozenset[tuple[str, str]]:

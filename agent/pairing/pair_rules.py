@@ -112,6 +112,12 @@ class PairRules:
     whole: WholeChooser = lowest
     node: str = ""
 
+    def outlived(self, reservation: Reservation, kubelet_since: float, held: PairHoldings) -> bool:
+        """Whether the kubelet that it was made for ended before it had written anything of it down."""
+        made = reservation.expires - self.reservation_seconds
+        members = ((reservation.holder, each) for each in PairMember)
+        return made < kubelet_since and not any(held.by_place.get(each) for each in members)
+
     def reserve(
         self, state: PairState, call: Call, asker: Asker, unsettled: frozenset[str] = NOTHING
     ) -> tuple[Reservation, str]:

@@ -22,6 +22,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import anyio
 import structlog
@@ -303,7 +304,7 @@ class Pairing:
         facts, asker = await self._resolver.resolve(
             call.member,
             call.size,
-            self.ledger.reservations,
+            partial(self._open, self.ledger.reservations),
             refused,
             lambda: len(self._calls) == 1,
             self._calls[0],
@@ -327,12 +328,20 @@ class Pairing:
             self._recorder.hint_ignored(asker.pod, hint_ignored)
         return reservation
 
+    def _open(self, reservations: Sequence[Reservation], record: Record | None) -> Sequence[Reservation]:
+        """Those that the kubelet of this record may go on with."""
+        if record is None:
+            return reservations
+        since, held = record.kubelet_since, self._resolver.held(record)
+        return [each for each in reservations if not self.rules.outlived(each, since, held)]
+
     def _take_in(self, record: Record, pods: Mapping[PodKey, Pod] | None = None) -> None:
         self._read = max(self._read, record.began)
         # When reservations expire at the latest that were made before the reading began.
         covers = record.began + self.rules.reservation_seconds
         held, before = self._resolver.held(record), self.ledger.reservations
-        self._become(self._state.observed(held, record.pods, covers, pods))
+        state = self._state.without(lambda each: self.rules.outlived(each, record.kubelet_since, held))
+        self._become(state.observed(held, record.pods, covers, pods))
         self._count_expired(before)
         if self._continuing.until <= covers and self._continuing.pod not in record.pods:
             self._continue_nowhere()

@@ -97,6 +97,7 @@ class PodSource:
 # pods in the records only the one that is being admitted has such a container.
 
 PodKey = tuple[str, str]
+Open = Callable[[Record | None], Collection[Reservation]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,16 +283,16 @@ class RequesterResolver:
         self,
         member: PairMember,
         size: int,
-        reservations: Collection[Reservation],
+        reservations: Open,
         refused: Collection[str],
         alone: Callable[[], bool],
         arrived: float,
     ) -> tuple[Facts, Asker]:
         """The container that asks for `size` units.
 
-        `refused`: UIDs of pods that were turned away; one of them asks only if nobody else can. `alone`: no
-        other call waits. `arrived`: when this one came, by anyio's clock. Raises PairRefused when nobody or
-        more than one may be asking.
+        `reservations`: the open ones, by a record. `refused`: UIDs of pods that were turned away; one of them
+        asks only if nobody else can. `alone`: no other call waits. `arrived`: when this one came, by anyio's
+        clock. Raises PairRefused when nobody or more than one may be asking.
         """
         began = counted = absent_asked = anyio.current_time()
         give_up = began + PATIENCE_SECONDS
@@ -299,7 +300,7 @@ class RequesterResolver:
         pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         resource = resource_of(self._pair, member)
         # One that has its other member asks, whether the watch has shown it or not.
-        begun = [each.pod for each in reservations if member not in each.granted]
+        begun = [each.pod for each in reservations(None) if member not in each.granted]
         asked = self._begin(resource, size, began, begun)
         for attempt in itertools.count(1):
             facts = await self._facts(member, give_up - anyio.current_time(), asked)
@@ -386,11 +387,9 @@ class RequesterResolver:
         """The record after the API server was asked for holders that the kubelet does not list."""
         return await self._record.confirm(record.holdings)
 
-    def _askers(
-        self, member: PairMember, size: int, facts: Facts, reservations: Collection[Reservation]
-    ) -> list[Asker]:
-        held = self.held(facts.record)
-        return askers(self._pair, member, size, facts.record, held, facts.pods.values(), reservations)
+    def _askers(self, member: PairMember, size: int, facts: Facts, reservations: Open) -> list[Asker]:
+        record, pods = facts.record, facts.pods.values()
+        return askers(self._pair, member, size, record, self.held(record), pods, reservations(record))
 
     async def _facts(self, member: PairMember, deadline: float, asked: _Answers) -> Facts:
         early = anyio.current_time() + MISS_SECONDS / 2 < asked.first_until

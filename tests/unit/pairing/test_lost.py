@@ -1,5 +1,6 @@
 """A kubelet that has lost its checkpoint offers what containers run on; those ask again when they start."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from agent.inventory.snapshot import Snapshot
 from agent.model.holding import PairMember
 from agent.model.pod import Stage
+from agent.pairing.pair_rules import Grant
 from agent.pairing.resolver import PairRefused, resource_of
 from tests.unit.pairing.asking import index
-from tests.unit.pairing.kubelet_model import Key, KubeletModel, pod, share, undisturbed
+from tests.unit.pairing.kubelet_model import Admission, Key, KubeletModel, pod, share, undisturbed
 
 
 async def lose(kubelet: KubeletModel) -> None:
@@ -156,3 +158,32 @@ async def test_what_an_init_container_lost_is_free_once_its_heirs_have_theirs(se
         await kubelet.refresh()
     await kubelet.admit(pod("other", share("main", 50, 10)))
     assert index(kubelet, ("default", "other")) == [0]
+
+
+@pytest.mark.parametrize("granted", [("main",), ("main", "second")])
+@pytest.mark.parametrize("seed", range(4))
+async def test_what_a_kubelet_had_not_written_when_it_ended_is_asked_for_again(
+    seed: int, granted: tuple[str, ...]
+) -> None:
+    """Storm 10500082: the next one's first container was served as the second, which asks for as much."""
+    kubelet = KubeletModel(gpus=2, seed=seed)
+    new = pod("new", share("main", 30, 10), share("second", 30, 10))
+    kubelet.api[new.key], kubelet.taken_up[new.key] = new, Admission(new)
+    for name in granted:
+        members = list(PairMember) if name != granted[-1] else [PairMember.CORE]
+        await start_one(kubelet, new.key, name, *members)
+    kubelet.taken_up[new.key].held.clear()
+    kubelet.now += 0.5
+    kubelet.heard = {new.key}
+    found: dict[tuple[str, str], frozenset[str]] = {}
+    allocate = kubelet.pairing.allocate
+
+    async def noted(member: PairMember, ids: Sequence[str]) -> Grant:
+        grant = await allocate(member, ids)
+        found[grant.container, resource_of(kubelet.pair, member)] = frozenset(ids)
+        return grant
+
+    kubelet.pairing.allocate = noted  # type: ignore[method-assign]
+    await start_again(kubelet, new.key)
+    assert len(found) == 4
+    assert found == kubelet.taken_up[new.key].held
