@@ -359,7 +359,9 @@ class HoldingsWatch:
             if before == after:
                 # Not before: what a reading has found that the kubelet did not answer stands nowhere.
                 self._checkpoint_known |= readable
-                return self._joined(replace(listed, began=began, written=written), entries, after, read=read)
+                since = began if readable and self._checkpoint and self._checkpoint.stamp else -math.inf
+                listed = replace(listed, began=began, written=written, kubelet_since=since)
+                return self._joined(listed, entries, after, read=read)
         raise PodResourcesUnavailable(f"the kubelet restarted while it was asked by {self.client.path}")
 
     async def confirm(self, holdings: Collection[Holding]) -> Record:

@@ -199,7 +199,6 @@ def join(
     keys = listed.pods.union([each.pod_key for each in listed.holdings])
     before_heard = before.heard_of if same_kubelet else frozenset()
     by_pod = _by_pod(before, entries, view, listed, keys, before_heard)
-    since = listed.began if read else -math.inf
     # All that is not in the first reading of its checkpoint this kubelet has written itself, admitting it.
     inherited = before.inherited if same_kubelet else None
     inherited = frozenset(by_pod) if inherited is None and read else inherited
@@ -293,7 +292,7 @@ def join(
         leftover=_leftover(() if fresh else before.joined.leftover, by_pod, pods),
         began=listed.began,
         written=listed.written,
-        kubelet_since=before.joined.kubelet_since if same_kubelet else since,
+        kubelet_since=(before.joined if same_kubelet else listed).kubelet_since,
         uids=_uids(pods),
         unshown=unshown,
         away=view.away,

@@ -125,7 +125,7 @@ class KubeletModel(PodSource):
             raise PodResourcesUnavailable("no kubelet here")
         self._record = join(
             self._record,
-            replace(self._listed(), began=self.now),
+            replace(self._listed(), began=self.now, kubelet_since=self.now),
             self.checkpoint(),
             self._view(),
             same_kubelet=self.heard is None or self.heard is self._last_heard,
