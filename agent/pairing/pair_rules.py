@@ -35,6 +35,7 @@ class Call:
     now: float  # seconds
     # Units of each pod that is over, or has no name, which the kubelet may not have freed yet.
     leftover: Collection[frozenset[str]] = ()
+    succeeds: bool = False  # what is known of the name's holdings is an earlier pod's
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,8 @@ class PairRules:
         # Of the whole GPUs that a later container will need, this one takes only its own.
         gpus = choice.gpus[: max(1, demand.whole)]
         # Members that it holds already, as after a restart of this process between the two.
-        held = {member: ids for member in PairMember if (ids := ledger.held.by_place.get((holder, member)))}
+        known = {} if call.succeeds else ledger.held.by_place
+        held = {member: ids for member in PairMember if (ids := known.get((holder, member)))}
         core, memory = held.get(PairMember.CORE), held.get(PairMember.MEMORY)
         expires = call.now + self.reservation_seconds
         reservation = Reservation(holder, asker.pod, demand, gpus, expires, core, memory, frozenset(held))

@@ -310,7 +310,9 @@ class Pairing:
             self._calls[0],
         )
         call = replace(call, now=self._clock())
-        if facts.record is not None:
+        if facts.record is None:
+            call = replace(call, succeeds=self._resolver.succeeds(asker.pod))
+        else:
             self._take_in(facts.record, facts.pods)
             call = replace(call, leftover=facts.record.leftover)
         self._forget_late(asker.pod.uid)

@@ -91,7 +91,6 @@ class PodSource:
 
 
 # Which container is asking: pure, from the record of who holds what and the pods' specs.
-#
 # The kubelet takes a pod into its records just before it admits it, one pod after the other, and admits its
 # containers in order. So the container that asks is the first of its pod that lacks the resource, and of all
 # pods in the records only the one that is being admitted has such a container.
@@ -137,7 +136,7 @@ def askers(
     and any of its containers that this process has not just served.
     """
     resource = resource_of(pair, member)
-    served = {(each.pod.uid, each.holder.container) for each in reservations if member in each.granted}
+    had = {(one.pod.uid, one.holder.container): member in one.granted for one in reservations if one.granted}
     found, going = list[Asker](), list[Asker]()
     for pod in pods:
         if pod.finished or (record and pod.key not in (record.newcomers if pod.ending else record.pods)):
@@ -151,19 +150,18 @@ def askers(
         }
         first = max((n for n, each in enumerate(wanting, 1) if each.name in holding), default=0)
         for container in wanting[first:]:
-            if (pod.uid, container.name) in served:
+            if had.get(place := (pod.uid, container.name)):
                 continue
             if matches := container.limits[resource] == size:
                 (going if record and pod.ending else found).append(Asker(pod, container))
             # That of a plain init container may be served: no record shows it without a readable checkpoint.
-            if record is not None and (matches or container.stage is not Stage.INIT):
+            # Before one that has its other member has all, none after it is asked for.
+            if (matches and place in had) or (record and (matches or container.stage is not Stage.INIT)):
                 break
     # A pod that runs was admitted; only one whose resource was unknown then asks later, when none waits. Nor
     # does one that is being deleted, unless the kubelet has just started and takes it up once more.
     return [each for each in found if each.pod.status.phase == "Pending"] or found + going * bool(found)
 
-
-# Finds the requesting container during a call: one look at the record, a GET for a pod not known yet.
 
 MISS_SECONDS = 1.0
 # The kubelet may ask a moment before its own records, or the watch, show the pod.
@@ -267,6 +265,11 @@ class RequesterResolver:
         """When the newest reading began of which everybody knows all, by the monotonic clock in seconds."""
         return self._record.published
 
+    def succeeds(self, pod: Pod) -> bool:
+        """Whether the newest record has an earlier pod of its name; of a static one it has another UID."""
+        another = self._newest[0].uids.get(pod.key, pod.uid) != pod.uid
+        return another and not self._source.may_be_static(pod.metadata.name)
+
     def known(self, key: PodKey) -> Pod | None:
         """A pod of this node as last seen; None: not known now."""
         return next((pod for pod in self._source.pods_on_node() if pod.key == key), None)
@@ -344,8 +347,7 @@ class RequesterResolver:
                     absent_asked = now  # they may be many
                     asked.forget(unseen)
             pauses.longest = LONGEST_PAUSE_SECONDS if facts.known else AWAY_PAUSE_SECONDS
-            pause = pauses.next()
-            await anyio.sleep(pause if attempt < TRIES else min(pause, until - now))
+            await anyio.sleep(min(pauses.next(), math.inf if attempt < TRIES else until - now))
         raise _nobody(facts, f"{size} of {resource}", found, unseen)
 
     def _begin(self, resource: str, size: int, now: float, begun: Collection[Pod]) -> _Answers:
@@ -431,9 +433,8 @@ class RequesterResolver:
                 for key in missing:
                     read = self._source.fetch if key in old else self._source.get
                     group.start_soon(asked.ask, key, key, read)
-        said = {key: asked.pods[key] for key in missing}
-        fresh = {key: pod for key, pod in said.items() if isinstance(pod, Pod)}
-        absent = frozenset(key for key, pod in said.items() if pod is None)
+        fresh = {key: pod for key in missing if isinstance(pod := asked.pods[key], Pod)}
+        absent = frozenset(key for key in missing if asked.pods[key] is None)
         return Facts(record, {**pods, **fresh}, frozenset(missing - fresh.keys() - absent), absent)
 
     async def _by_the_server(self, asked: _Answers) -> Facts:

@@ -19,6 +19,20 @@ def test_a_pod_that_ends_asks_for_nothing() -> None:
     assert askers(VGPU, PairMember.CORE, 20, record, PairHoldings(), [leaving], ()) == []
 
 
+@in_virtual_time
+async def test_without_a_record_a_container_that_has_a_half_is_asked_for_the_other_first() -> None:
+    """The kubelet turns to the next one once it has all; both would be in doubt for 10 s, and refused."""
+    kubelet = KubeletModel()
+    kubelet.records_readable = False
+    two = pod("two", share("first", 20, 10), share("second", 20, 30))
+    kubelet.api[two.key], kubelet.taken_up[two.key] = two, Admission(two)
+    began = anyio.current_time()
+    for member, size in ((PairMember.MEMORY, 10), (PairMember.CORE, 20)):
+        ids = await kubelet.pairing.prefer(member, size, sorted(kubelet.listed(member)))
+        assert (await kubelet.pairing.allocate(member, ids)).container == "first"
+    assert anyio.current_time() - began < 0.1
+
+
 @pytest.mark.parametrize("then", ["it stays", "it has ended"])
 @in_virtual_time
 async def test_one_that_ends_is_not_taken_for_one_that_runs(then: str) -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from agent.model.holding import PairMember
 from tests.pods import changed
-from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
+from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -23,3 +24,22 @@ async def test_the_next_pod_of_a_statefulset_gets_its_share(
     after = changed(before, uid="uid-next", phase="Pending")
     await kubelet.admit(after)
     assert kubelet.gpus_of(after.key, "main")
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_without_a_record_what_an_earlier_pod_of_the_name_held_is_not_its_own(
+    seed: int,
+) -> None:
+    """Storm 10000056: its first container was taken for served, and its cores for the second one's."""
+    kubelet = KubeletModel(gpus=2, seed=seed)
+    containers = share("side", 25, 2), share("main", 25, 1)
+    await kubelet.admit(pod("twin", *containers))
+    await kubelet.refresh()
+    kubelet.records_readable = False
+    twin = pod("twin", *containers, uid="uid-of-the-second")
+    kubelet.api[twin.key], kubelet.taken_up[twin.key] = twin, Admission(twin)
+    for member, size in ((PairMember.MEMORY, 2), (PairMember.CORE, 25)):
+        free = sorted(kubelet.listed(member) - kubelet.in_use(member))
+        ids = await kubelet.pairing.prefer(member, size, free)
+        grant = await kubelet.pairing.allocate(member, ids)
+        assert (grant.pod.uid, grant.container) == ("uid-of-the-second", "side")
