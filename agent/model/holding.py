@@ -317,6 +317,8 @@ class Reservation:
     core_ids: frozenset[str] | None = None
     block_ids: frozenset[str] | None = None
     granted: frozenset[PairMember] = frozenset()  # members whose Allocate was answered
+    blind: bool = False  # made without a record: for a kubelet that no reading has seen yet, maybe
+    succeeds: bool = False  # what the last record says of the pod's name is an earlier pod's
 
     def ids(self, member: PairMember) -> frozenset[str] | None:
         """The IDs answered for a member; None: not yet."""

@@ -159,7 +159,9 @@ def taken_over(held: Sequence[GpuHolder], wanted: GpuMode) -> GpuMode:
 
     A checkpoint names pods that have ended, too: their units may have been of a mode before.
     """
-    first = min(held, key=lambda each: (not each.holding.namespace, not each.holding.listed))
+    doubts = [(not each.holding.namespace, not each.holding.listed) for each in held]
+    held = [each for each, doubt in zip(held, doubts, strict=True) if doubt == min(doubts)]
+    first = held[0]
     mode, sliced = first.mode, first.replica
     if first.holding.share:
         return GpuMode(mode, dra=True)

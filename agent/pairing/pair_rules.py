@@ -35,7 +35,9 @@ class Call:
     now: float  # seconds
     # Units of each pod that is over, or has no name, which the kubelet may not have freed yet.
     leftover: Collection[frozenset[str]] = ()
-    succeeds: bool = False  # what is known of the name's holdings is an earlier pod's
+    # As with reservations.
+    blind: bool = False
+    succeeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,8 @@ class PairRules:
         """Whether the kubelet that it was made for ended before it had written anything of it down."""
         made = reservation.expires - self.reservation_seconds
         members = ((reservation.holder, each) for each in PairMember)
-        return made < kubelet_since and not any(held.by_place.get(each) for each in members)
+        gone = made < kubelet_since and not reservation.blind
+        return gone and not any(held.by_place.get(each) for each in members)
 
     def reserve(
         self, state: PairState, call: Call, asker: Asker, unsettled: frozenset[str] = NOTHING
@@ -131,7 +134,8 @@ class PairRules:
         if existing and (existing.pod.uid != asker.pod.uid or not existing.granted):
             existing = None
         if existing and existing.needs(call.member) == call.size:
-            return replace(existing, expires=call.now + self.reservation_seconds), ""
+            expires = call.now + self.reservation_seconds
+            return replace(existing, expires=expires, blind=call.blind, succeeds=call.succeeds), ""
         try:
             demand, group = asker.needs(self.pair)
             spread = {each.partition(SEPARATOR)[0] for each in call.inherited}
@@ -140,10 +144,10 @@ class PairRules:
                     f"units of {resource_of(self.pair, call.member)} for {holder} lie on {len(spread)} GPUs, "
                     f"and {demand.text()} must lie on {max(1, demand.whole)}; create the pod again"
                 )
-            had = self._own(state, asker.pod, holder)
+            had = self._own(state, asker.pod, holder, call.succeeds)
             own = had | call.inherited
             # What the pod's kubelet has lost it may have again, or go elsewhere.
-            before = ledger.held.by_pod.get(asker.pod.key, ())
+            before = () if call.succeeds else ledger.held.by_pod.get(asker.pod.key, ())
             forgotten = [each for each in before if each.source is Source.FORGOTTEN]
             again = (each.id_set for each in before if each.source is not Source.FORGOTTEN)
             lost = NOTHING.union(*(each.id_set for each in forgotten)).difference(*again)
@@ -185,12 +189,13 @@ class PairRules:
         core, memory = held.get(PairMember.CORE), held.get(PairMember.MEMORY)
         expires = call.now + self.reservation_seconds
         reservation = Reservation(holder, asker.pod, demand, gpus, expires, core, memory, frozenset(held))
+        reservation = replace(reservation, blind=call.blind, succeeds=call.succeeds)
         return reservation, choice.hint_ignored
 
     def pick(self, state: PairState, reservation: Reservation, call: Call) -> tuple[PairState, list[str]]:
         """IDs of a reserved member: inherited ones first, then the lowest free ones. Raises PairRefused."""
         available, known = call.available or NOTHING, reservation.ids(call.member)
-        own = self._own(state, reservation.pod, reservation.holder) | call.inherited
+        own = self._own(state, reservation.pod, reservation.holder, reservation.succeeds) | call.inherited
         ledger, holder, chosen = state.ledger, reservation.holder, ", ".join(reservation.gpus)
         usable = known is not None and len(known) == call.size and known <= available
         if known and usable and not ledger.taken_of(known, holder, own):
@@ -250,7 +255,7 @@ class PairRules:
                 Cause.INVALID,
                 reservation.pod,
             )
-        own = self._own(state, reservation.pod, reservation.holder)
+        own = self._own(state, reservation.pod, reservation.holder, reservation.succeeds)
         if held := state.ledger.taken_of(ids, reservation.holder, own):
             unit, resource = min(held), resource_of(self.pair, call.member)
             # Its owner reads this: pods of other namespaces are none of theirs.
@@ -280,15 +285,16 @@ class PairRules:
         )
         return state.reserved(reservation), granted
 
-    def _own(self, state: PairState, pod: Pod, holder: Holder) -> frozenset[str]:
+    def _own(self, state: PairState, pod: Pod, holder: Holder, succeeds: bool) -> frozenset[str]:
         """Units that a container has already, and those that plain init containers of its pod left for it.
 
+        `succeeds`: of the name the record knows an earlier pod.
         What its kubelet has lost is among them, and of other containers' it is neither left nor kept.
         """
         group = init_group_of(self.pair, pod.containers)
         inherits = group is not None and holder.container in group.containers
         early = {each.name for each in pod.containers if each.stage is Stage.INIT}
-        held = state.ledger.held.by_pod.get(pod.key, ())
+        held = () if succeeds else state.ledger.held.by_pod.get(pod.key, ())
         mine = NOTHING.union(*(each.id_set for each in held if each.holder == holder))
         entries = [(each.holder, each.id_set) for each in held if each.source is not Source.FORGOTTEN]
         entries += [

@@ -311,7 +311,7 @@ class Pairing:
         )
         call = replace(call, now=self._clock())
         if facts.record is None:
-            call = replace(call, succeeds=self._resolver.succeeds(asker.pod))
+            call = replace(call, blind=True, succeeds=self._resolver.succeeds(asker.pod))
         else:
             self._take_in(facts.record, facts.pods)
             call = replace(call, leftover=facts.record.leftover)

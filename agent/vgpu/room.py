@@ -115,8 +115,8 @@ class Isolation:
                 await anyio.to_thread.run_sync(self.libraries.install, abandon_on_cancel=True)
             except LibraryUnusable as error:
                 log.warning("enforcement_library_unusable", problem=str(error))
-        found, unread, unmade = await anyio.to_thread.run_sync(self._found, abandon_on_cancel=True)
-        self._strays = frozenset(unread | unmade)  # of the latter the copies are kept, for the next agent
+        found, unread = await anyio.to_thread.run_sync(self._found, abandon_on_cancel=True)
+        self._strays = unread | self._removed.keys()  # of the latter the copies are kept
         self._born = dict.fromkeys((*found, *unread), self._clock())
         self._inherited = set(found)
         self.containers.publish(MappingProxyType(found))
@@ -294,12 +294,13 @@ class Isolation:
                     continue
                 await anyio.to_thread.run_sync(self._copies.keep, about)
                 self._removed.pop(key, None)
+                self._strays -= {key}
                 self._born.setdefault(key, self._clock())
                 self._become({**self.containers.value, key: ContainerLimits(about)})
             log.warning("limits_restored", folder=key, pod=about.pod_key)
 
     def _missing(self, keys: Sequence[str]) -> list[str]:
-        return [key for key in keys if not self.folders.path(key, LIMITS).exists()]
+        return [key for key in keys if not self.folders.path(key, LIMITS).is_file()]
 
     async def _remove(self, key: str) -> None:
         try:
@@ -395,16 +396,15 @@ class Isolation:
     def _become(self, containers: Mapping[str, ContainerLimits]) -> None:
         self.containers.publish(MappingProxyType(dict(containers)))
 
-    def _found(self) -> tuple[dict[str, ContainerLimits], set[str], set[str]]:
-        """Containers by folder; folders that say nothing; those of copies that cannot be made now."""
-        found: dict[str, ContainerLimits] = {}
-        unread, unmade = set(), set()
+    def _found(self) -> tuple[dict[str, ContainerLimits], frozenset[str]]:
+        """Containers by folder, and folders that say nothing; what cannot be made now counts as removed."""
+        found, unread = dict[str, ContainerLimits](), set[str]()
         try:
             self.folders.prepare()
             keys = self.folders.keys()
         except FolderUnusable as error:
             self.libraries.withhold(str(error))
-            return found, set(), set()
+            return found, frozenset()
         for key in keys:
             try:
                 about = self.folders.about(key)
@@ -420,11 +420,11 @@ class Isolation:
                 key = self.folders.create(about)
             except FolderUnusable as error:
                 log.warning("limits_not_written", problem=str(error))
-                unmade.add(key_of(about.ids))
+                self._removed[key_of(about.ids)] = zlib.compress(msgspec.json.encode(about))
                 continue
             found[key] = ContainerLimits(about)
             log.info("limits_restored", folder=key, pod=about.pod_key)
-        return found, unread - found.keys() - unmade, unmade
+        return found, frozenset(unread - found.keys() - self._removed.keys())
 
     def _mend(self, key: str, about: About) -> None:
         """Have the limits be those that the folder stands for, whatever happened to the agent before."""

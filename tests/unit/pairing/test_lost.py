@@ -10,6 +10,7 @@ from agent.model.holding import PairMember
 from agent.model.pod import Stage
 from agent.pairing.pair_rules import Grant
 from agent.pairing.resolver import PairRefused, resource_of
+from tests.pods import changed
 from tests.unit.pairing.asking import index
 from tests.unit.pairing.kubelet_model import Admission, Key, KubeletModel, pod, share, undisturbed
 
@@ -187,3 +188,31 @@ async def test_what_a_kubelet_had_not_written_when_it_ended_is_asked_for_again(
     await start_again(kubelet, new.key)
     assert len(found) == 4
     assert found == kubelet.taken_up[new.key].held
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_half_that_a_new_kubelet_got_before_its_first_reading_stays(seed: int) -> None:
+    """No record answered then, and the checkpoint of the reading that comes between has nothing of it yet."""
+    kubelet = KubeletModel(gpus=2, seed=seed)
+    await kubelet.admit(pod("ends", share("main", 60, 5)))
+    await kubelet.admit(pod("stays", share("main", 50, 5)))
+    await kubelet.refresh()
+    kubelet.now += 5
+    ends = ("default", "ends")
+    kubelet.api[ends] = changed(kubelet.api[ends], phase="Succeeded")
+    del kubelet.taken_up[ends]
+    new = pod("new", share("init", 10, 3, Stage.INIT), share("main", 20, 4))
+    kubelet.api[new.key], kubelet.taken_up[new.key] = new, Admission(new)
+    kubelet.heard = set(kubelet.taken_up)
+    kubelet.records_readable = False
+    await start_one(kubelet, new.key, "init", PairMember.CORE)
+    kubelet.records_readable = True
+    kubelet.now += 0.2
+    written = kubelet.checkpoint
+    kubelet.checkpoint = lambda: {key: ids for key, ids in written().items() if key[0] != new.uid}  # type: ignore[method-assign]
+    await kubelet.refresh()
+    await start_one(kubelet, new.key, "init", PairMember.MEMORY)
+    assert (
+        len({each.partition("::")[0] for ids in kubelet.taken_up[new.key].held.values() for each in ids}) == 1
+    )
+    assert kubelet.pairing.ledger.reservations[-1].complete

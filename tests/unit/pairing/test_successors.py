@@ -3,6 +3,7 @@
 import pytest
 
 from agent.model.holding import PairMember
+from agent.model.pod import VGPU
 from tests.pods import changed
 from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
 
@@ -43,3 +44,20 @@ async def test_without_a_record_what_an_earlier_pod_of_the_name_held_is_not_its_
         ids = await kubelet.pairing.prefer(member, size, free)
         grant = await kubelet.pairing.allocate(member, ids)
         assert (grant.pod.uid, grant.container) == ("uid-of-the-second", "side")
+
+
+async def test_without_a_record_a_successor_is_not_tied_to_the_gpu_of_the_earlier_pod() -> None:
+    kubelet = KubeletModel(gpus=2)
+    await kubelet.admit(pod("twin", share("main", 25, 1)))
+    await kubelet.admit(pod("beside", share("main", 70, 1)))
+    await kubelet.refresh()
+    kubelet.records_readable = False
+    twin = pod("twin", share("main", 50, 1), uid="uid-of-the-second")
+    kubelet.api[twin.key], kubelet.taken_up[twin.key] = twin, Admission(twin)
+    free = sorted(kubelet.listed(PairMember.CORE) - kubelet.in_use(PairMember.CORE))
+    ids = await kubelet.pairing.prefer(PairMember.CORE, 50, free)
+    grant = await kubelet.pairing.allocate(PairMember.CORE, ids)
+    (beside,) = {
+        each.partition("::")[0] for each in kubelet.taken_up["default", "beside"].held["main", VGPU.core]
+    }
+    assert grant.gpus != (beside,)

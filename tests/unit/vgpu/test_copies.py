@@ -1,12 +1,15 @@
 """After a reboot: limit folders lay in memory, and the kubelet repeats the mounts of before."""
 
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio.to_thread
 import msgspec
 import pytest
 
+from agent.model.holding import Holding, Record
+from agent.model.pod import VGPU
 from agent.vgpu.folders import About, LimitFolders, key_of
 from agent.vgpu.isolation_errors import FolderUnusable
 from tests.unit.vgpu.made_up import units
@@ -53,8 +56,24 @@ async def test_folders_are_there_again_after_a_reboot(node: Node) -> None:
     assert await anyio.to_thread.run_sync(files, run) == []
 
 
+async def held_again(agent: Node, key: str) -> None:
+    """Its kubelet lists what the container holds: its limits are made again."""
+    holding = Holding("default", "a", "main", VGPU.memory, units())
+    agent.record.publish(Record((holding,), unfinished=frozenset({"uid-a"})))
+    await agent.isolation.tidy()
+    assert agent.isolation.containers.value[key].memory_bytes == CAP
+    assert not agent.isolation._strays
+
+
+async def next_agent(agent: Node, key: str) -> None:
+    later = Node(agent.root)
+    await later.isolation.start()
+    assert later.isolation.containers.value[key].memory_bytes == CAP
+
+
+@pytest.mark.parametrize("then", [held_again, next_agent])
 async def test_a_copy_whose_folder_cannot_be_made_is_the_next_agent_s(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch, then: Callable[[Node, str], Awaitable[None]]
 ) -> None:
     """The file system is full, and a kubelet that has just started shows nothing of the container."""
     key = await node.admit()
@@ -70,9 +89,7 @@ async def test_a_copy_whose_folder_cannot_be_made_is_the_next_agent_s(
     assert not again.isolation.containers.value
     again.now = 100.0
     await again.isolation.tidy()
-    later = Node(node.root)
-    await later.isolation.start()
-    assert later.isolation.containers.value[key].memory_bytes == CAP
+    await then(again, key)
 
 
 async def test_a_copy_that_is_none_is_removed(node: Node) -> None:
