@@ -116,7 +116,7 @@ class Isolation:
             except LibraryUnusable as error:
                 log.warning("enforcement_library_unusable", problem=str(error))
         found, unread = await anyio.to_thread.run_sync(self._found, abandon_on_cancel=True)
-        self._strays = unread | self._removed.keys()  # of the latter the copies are kept
+        self._strays = unread.union(self._removed)  # of the latter the copies are kept
         self._born = dict.fromkeys((*found, *unread), self._clock())
         self._inherited = set(found)
         self.containers.publish(MappingProxyType(found))
