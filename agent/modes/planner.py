@@ -159,11 +159,14 @@ def taken_over(held: Sequence[GpuHolder], wanted: GpuMode) -> GpuMode:
 
     A checkpoint names pods that have ended, too: their units may have been of a mode before.
     """
-    doubts = [(not each.holding.namespace, not each.holding.listed) for each in held]
-    held = [each for each, doubt in zip(held, doubts, strict=True) if doubt == min(doubts)]
-    first = held[0]
-    mode, sliced = first.mode, first.replica
-    if first.holding.share:
+
+    def doubt(holder: GpuHolder) -> tuple[bool, bool]:
+        return not holder.holding.namespace, not holder.holding.listed
+
+    least = min(doubt(each) for each in held)
+    held = [each for each in held if doubt(each) == least]
+    mode, sliced = held[0].mode, held[0].replica
+    if held[0].holding.share:
         return GpuMode(mode, dra=True)
     # How many replicas there were only matters to a list; those that are held must be on it.
     numbers = [parse(text).number for holder in held for text in holder.holding.ids if holder.replica]

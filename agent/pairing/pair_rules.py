@@ -133,8 +133,8 @@ class PairRules:
         existing = ledger.reservation(holder)
         if existing and (existing.pod.uid != asker.pod.uid or not existing.granted):
             existing = None
+        expires = call.now + self.reservation_seconds
         if existing and existing.needs(call.member) == call.size:
-            expires = call.now + self.reservation_seconds
             return replace(existing, expires=expires, blind=call.blind, succeeds=call.succeeds), ""
         try:
             demand, group = asker.needs(self.pair)
@@ -186,10 +186,10 @@ class PairRules:
         # Members that it holds already, as after a restart of this process between the two.
         known = {} if call.succeeds else ledger.held.by_place
         held = {member: ids for member in PairMember if (ids := known.get((holder, member)))}
-        core, memory = held.get(PairMember.CORE), held.get(PairMember.MEMORY)
-        expires = call.now + self.reservation_seconds
-        reservation = Reservation(holder, asker.pod, demand, gpus, expires, core, memory, frozenset(held))
-        reservation = replace(reservation, blind=call.blind, succeeds=call.succeeds)
+        core, memory, granted = held.get(PairMember.CORE), held.get(PairMember.MEMORY), frozenset(held)
+        reservation = Reservation(
+            holder, asker.pod, demand, gpus, expires, core, memory, granted, call.blind, call.succeeds
+        )
         return reservation, choice.hint_ignored
 
     def pick(self, state: PairState, reservation: Reservation, call: Call) -> tuple[PairState, list[str]]:

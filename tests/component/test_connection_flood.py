@@ -21,8 +21,8 @@ import pytest
 
 from tests.cluster.agent_process import REPOSITORY
 from tests.cluster.pki import Authority
+from tests.cluster.rig import free_ports
 from tests.component.agent_runs import run_in
-from tests.free_ports import free_port
 from tests.pace import scaled
 
 FLOOD = 1100
@@ -69,7 +69,7 @@ async def extender(folder: Path) -> AsyncIterator[tuple[int, list[tuple[int, byt
     pki = authority.folder
     await anyio.to_thread.run_sync(lambda: authority.sign("extender", "/CN=extender", usage="serverAuth"))
     kubeconfig = authority.kubeconfig("extender", "https://127.0.0.1:1")
-    plain, https = free_port(), free_port()
+    plain, https = free_ports(2)
     flags = {
         "logging.format": "json",
         "http.address": "127.0.0.1",

@@ -30,12 +30,12 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
         self: DeviceManager, pod: PodSpec, uid: str, container: ContainerSpec, running: bool
     ) -> None:
         asking.append((uid, container.name))
-        shares[uid, container.name] = {of: n for of, n in container.limits.items() if of in OURS}
         before = itertools.takewhile(lambda each: each is not container, pod.init_containers)
-        for each in (*before, *[container] * running):
-            if not self.tables.pods.of_container(uid, each.name):
+        for each in (*before, container):
+            shares[uid, each.name] = {of: n for of, n in each.limits.items() if of in OURS}
+            through = running or each is not container
+            if through and not self.tables.pods.of_container(uid, each.name):
                 lost.add((uid, each.name))
-                shares[uid, each.name] = {of: n for of, n in each.limits.items() if of in OURS}
         names[uid] = "/".join(pod.key)
         try:
             await allocate(self, pod, uid, container, running)

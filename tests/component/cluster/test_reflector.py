@@ -12,6 +12,7 @@ from agent.cluster import api as api_module
 from agent.cluster import reflector as reflector_module
 from agent.cluster.reflector import Reflector
 from agent.model.pod import Pod
+from tests.cluster.rig import free_ports
 from tests.component.cluster.following import INITIAL, PODS, A, B, following, names, warnings
 from tests.component.cluster.server import (
     FakeApi,
@@ -27,7 +28,6 @@ from tests.component.cluster.server import (
     watch,
 )
 from tests.component.kubelet_room.parts import eventually
-from tests.free_ports import free_port
 from tests.pace import scaled
 
 
@@ -232,7 +232,7 @@ async def test_the_server_is_away_and_comes_back(logs: Any, monkeypatch: pytest.
     """The copy stays; what was deleted meanwhile goes with the new list."""
     fake = FakeApi()
     fake.script(PODS, watch(*INITIAL))
-    port = free_port()
+    (port,) = free_ports(1)
     async with fake.serving(port):
         pass
     async with client(fake.url) as api, anyio.create_task_group() as group:

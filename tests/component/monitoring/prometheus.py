@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 import yaml
 
-from tests.free_ports import free_port
+from tests.cluster.rig import free_ports
 from tests.pace import scaled
 from tests.prometheus_binaries import programs
 
@@ -129,7 +129,7 @@ async def prometheus(
 async def served(folder: Path, configuration: Mapping[str, Any], *flags: str) -> AsyncIterator[Prometheus]:
     """Prometheus over the blocks in `data` of the folder, if there are any."""
     program = (await anyio.to_thread.run_sync(programs)) / "prometheus"
-    port = free_port()
+    (port,) = free_ports(1)
     process = await anyio.to_thread.run_sync(_start, program, folder, port, configuration, flags)
     server = Prometheus(f"http://127.0.0.1:{port}", process)
     try:

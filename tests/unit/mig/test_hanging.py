@@ -17,7 +17,7 @@ async def test_an_instance_whose_making_hangs_stops_no_other_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing more is made on its own GPU meanwhile: a call more would hang as well."""
-    monkeypatch.setattr(layouts, "CALL_SECONDS", min(scaled(0.1), 1.0))
+    monkeypatch.setattr(layouts, "CALL_SECONDS", call := min(scaled(0.1), 1.0))
     monkeypatch.setattr(layouts, "FIRST_RETRY_SECONDS", 0.05)
     rig = Rig(tmp_path)
     rig.machine.set_mig(1, enabled=True)
@@ -36,12 +36,12 @@ async def test_an_instance_whose_making_hangs_stops_no_other_gpu(
         with anyio.fail_after(10):
             while not any(each.used for each in rig.machine.gpu(1).instances):
                 await anyio.sleep(0.01)
-        await anyio.sleep(0.5)  # more rounds of the first
+        await anyio.sleep(5 * call)  # more rounds of the first
         assert rig.calls.stuck == 1
         await problem(wing, hung, "1g.18gb at slice 0 cannot be made")
         for names in (["2g.35gb"], ["3g.71gb"], ["7g.141gb"], ["4g.71gb"], ["1g.35gb"]):
             want(*names)
-            await anyio.sleep(0.3)
+            await anyio.sleep(3 * call)
         assert rig.calls.stuck <= MOST_OF_ONE
         assert (await rig.calls.run(rig.nvml.partition, other, deadline=10.0)).instances
         rig.machine.clear_faults()

@@ -212,7 +212,6 @@ async def test_a_half_that_a_new_kubelet_got_before_its_first_reading_stays(seed
     kubelet.checkpoint = lambda: {key: ids for key, ids in written().items() if key[0] != new.uid}  # type: ignore[method-assign]
     await kubelet.refresh()
     await start_one(kubelet, new.key, "init", PairMember.MEMORY)
-    assert (
-        len({each.partition("::")[0] for ids in kubelet.taken_up[new.key].held.values() for each in ids}) == 1
-    )
+    held = kubelet.taken_up[new.key].held.values()
+    assert len({each.partition("::")[0] for ids in held for each in ids}) == 1
     assert kubelet.pairing.ledger.reservations[-1].complete
