@@ -281,7 +281,8 @@ def _lingering(core: Core) -> Lingering:
         else None
     )
     pids = ProcessSweep(core.nvml, core.calls).pids
-    return Lingering(record.gpus_by_pod, pids, Owners(proc).of, record.holders, departed)
+    owners = Owners(proc).of
+    return Lingering(record.gpus_by_pod, pids, owners, record.holders, departed, record.take_left_behind)
 
 
 def _unexplained(core: Core, sampler: Sampler, lingering: Lingering) -> Unexplained:

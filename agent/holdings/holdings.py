@@ -35,7 +35,7 @@ from agent.kubelet.podresources import (
 )
 from agent.model.cgroup import STATIC_UID
 from agent.model.holding import Holding, Record
-from agent.model.modes import PREFIXES, BadDeviceId, parse
+from agent.model.modes import parse
 from agent.model.pod import Pod
 
 log = structlog.get_logger()
@@ -55,37 +55,6 @@ READINGS = 3
 TICK_SECONDS = 0.01
 
 
-def strangers_by_gpu(pods: Record, gpus: Mapping[int, str]) -> dict[str, tuple[Holding, str]]:
-    """A holding, and the device ID in it that no resource of this agent uses, of each GPU that has one.
-
-    Such are the replicas of NVIDIA's plugin (`GPU-...::3`), which this agent did not hand out. `gpus`: the
-    UUIDs of the node's GPUs by index, by which that plugin may call whole ones.
-    """
-    found: dict[str, tuple[Holding, str]] = {}
-    known = frozenset(gpus.values())
-    for holding in pods.holdings:
-        if holding.readable and holding.gpus <= known:
-            continue
-        ours = holding.resource.startswith("nvidia.com/gpu")
-        for text in holding.ids:
-            gpu = _gpu_of_stranger(text, gpus) if text.startswith(PREFIXES) or ours else None
-            if gpu and gpu not in found:
-                found[gpu] = (holding, text)
-    return found
-
-
-def _gpu_of_stranger(text: str, gpus: Mapping[int, str]) -> str | None:
-    """The GPU of a device ID that cannot be read; None: it can be, or is of none of these."""
-    if text.isascii() and text.isdecimal() and len(text) < 4:
-        return gpus.get(int(text))
-    named = [uuid for uuid in gpus.values() if text.startswith(uuid) and not text[len(uuid) :][:1].isalnum()]
-    try:
-        known = parse(text).gpu in gpus.values()
-    except BadDeviceId:
-        known = False
-    return None if known or not named else max(named, key=len)
-
-
 class HoldingsWatch:
     """The record, read again for decisions, soon after each Allocate, at a pod's end, and on a timer."""
 
@@ -99,6 +68,8 @@ class HoldingsWatch:
         # Pods whose objects are gone, until the kubelet says whether their containers are, too.
         self._doubted: Mapping[str, PodEvidence] = {}
         self._vanished: set[str] = set()
+        # GPUs of which units had been handed out, and stood in no reading yet, when a pod of the record went.
+        self._left_behind: dict[str, frozenset[str]] = {}
         # Pods that the kubelet lists and the API server does not show, and when the first such reading began;
         # with those of the kubelet before that the one of now has not listed yet.
         self._unshown: Mapping[PodKey, float] = {}
@@ -169,6 +140,18 @@ class HoldingsWatch:
         """UIDs of pods that asked for devices and went before any record had shown what they held; once."""
         vanished, self._vanished = self._vanished, set()
         return vanished
+
+    def take_left_behind(self) -> Mapping[str, frozenset[str]]:
+        """GPUs that pods may have got after the record had shown them, by UID, once they have gone; once."""
+        found, self._left_behind = self._left_behind, {}
+        return found
+
+    def _note_gone(self, before: Collection[str], after: Collection[str]) -> None:
+        """Pods, by UID, of the record before a change and after it; to be called before it is kept."""
+        if gone := frozenset(before).difference(after):
+            granted = self._whole(frozenset(parse(text).gpu for text in self.granted()))
+            for uid in gone if granted else ():
+                self._left_behind[uid] = granted | self._left_behind.get(uid, frozenset())
 
     def known_pods(self) -> frozenset[str] | None:
         """UIDs of all pods that the API server or the kubelet knows; None: that cannot be said now.
@@ -297,7 +280,9 @@ class HoldingsWatch:
             record = join(
                 record, record.listed, record.entries, view, same_kubelet=True, fresh=False, over=over
             )
-            self._doubted = {uid: before[uid] for uid in doubted & before.keys() - record.pods.keys()}
+            left = {uid: before[uid] for uid in doubted & before.keys() - record.pods.keys()}
+            self._note_gone(before, left.keys() | record.pods.keys())
+            self._doubted = left
             # Units that were granted a moment ago are in no record yet: pairing drops them by the UID.
             unfinished = record.joined.unfinished | doubted
             self._record = replace(record, joined=replace(record.joined, ended=ended, unfinished=unfinished))
@@ -421,6 +406,7 @@ class HoldingsWatch:
         if listed.began >= self._record.listed.began:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended
+            self._note_gone({**self._doubted, **self._record.pods}, record.pods)
             # Those that a kubelet that has just started has not heard of yet may come again.
             unheard = self._unshown.keys() - (self._record.joined.pods if same else ())
             self._record, self._answered_by, self._doubted = record, kubelet, {}

@@ -14,7 +14,7 @@ import structlog
 
 from agent.cluster.api import now
 from agent.cluster.node import OwnNode
-from agent.holdings.holdings import strangers_by_gpu
+from agent.holdings.strangers import strangers_by_gpu
 from agent.inventory.snapshot import Snapshot
 from agent.kit import files
 from agent.kit.files import read_text
@@ -296,17 +296,20 @@ class Lingering:
         owners: Owners,
         record: Cell[Any],
         departed: Departed | None = None,
+        left_behind: Callable[[], Mapping[str, Collection[str]]] = dict,
     ) -> None:
         """`holders`: GPUs by the UIDs of the pods that hold them. `processes` leaves out what cannot be read.
 
-        `owners` blocks. `record` is published when `holders` change. `departed` None: nobody is looked for
-        whom this process has not seen.
+        `left_behind`: others that pods which have gone may have got; each is handed out once. `owners`
+        blocks. `record` is published when `holders` change. `departed` None: nobody is looked for whom this
+        process has not seen.
         """
         self._holders = holders
         self._processes = processes
         self._owners = owners
         self._record = record
         self._departed = departed
+        self._left_behind = left_behind
         self._recalled: set[str] = set()
         self._doubted: dict[str, set[str]] = {}  # GPUs by UIDs of pods that nobody knows, and that may live
         self._may_be: dict[str, set[Hashable]] = {}  # the pods that these may have been, by their UIDs
@@ -362,14 +365,16 @@ class Lingering:
         before = self.found, self.unsettled
         for gpu, uids in self._ended().items():
             self._left.setdefault(gpu, set()).update(uids)
+        for uid, gpus in self._left_behind().items():
+            for gpu in gpus:
+                self._leave(gpu, {uid})
         self._before = held = self._holders()
         # Anybody may make pods that come and go in a moment: all GPUs are looked at once for many of them.
         rested = anyio.current_time() - self._swept >= LOOK_SECONDS
         if self._departed and rested and (vanished := self._departed.vanished()):
             self._swept = anyio.current_time()
             for gpu in self._departed.gpus():
-                left = self._left.setdefault(gpu, set())
-                left.update(vanished if len(left) < MOST_LEFT else ())
+                self._leave(gpu, vanished)
         if self._departed and (self._recalled or self._doubted or self._unread or self._unsearched()):
             await self._recall(self._departed)
         for gpu in tuple(self._left):  # who holds it again, by the kubelet's word, has not ended
@@ -381,6 +386,11 @@ class Lingering:
             self.found = {**dict.fromkeys(self._unread, UNREAD), **await self._stayed()}
         if not before == (self.found, amid) == (self.found, self.unsettled):
             self.looks.publish(self.looks.value + 1)
+
+    def _leave(self, gpu: str, uids: Collection[str]) -> None:
+        """Pods that no record has shown on this GPU may have left processes there."""
+        left = self._left.setdefault(gpu, set())
+        left.update(uids if len(left) < MOST_LEFT else ())
 
     async def _recall(self, departed: Departed) -> None:
         """Take in, once, whose processes are on GPUs though nobody knows the pod.

@@ -9,8 +9,9 @@ import anyio
 import pytest
 
 from agent.holdings import holdings as holdings_module
-from agent.holdings.holdings import HoldingsWatch, strangers_by_gpu
+from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import Entries
+from agent.holdings.strangers import strangers_by_gpu
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.holding import Holding, Record
 from agent.model.modes import DeviceId, Mode, parse
