@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from agent.inventory.prober import FULL_EVERY
 from agent.model.modes import Mode
 from agent.simulator import mig
 from agent.simulator.kubelet.pod_specs import ContainerSpec, Phase, PodSpec
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from tests.storm.world import World
 
 PREFIX = "nvidia.com/mig-"
-# The inventory is read every 10 s, and what is gone stays listed, as Unhealthy.
-GONE_SECONDS = 15.0
+PROBE_SECONDS = 4.0
+# Which instances there are is read with every fifth look; what is gone stays listed, as Unhealthy.
+GONE_SECONDS = FULL_EVERY * PROBE_SECONDS + 5.0
 LEAVING_SECONDS = 2.0
 SERVED_SECONDS = 5.0  # by then an agent and a kubelet that have just started serve each other
 STARTED_SECONDS = 45.0  # an agent that has just started, NVML or a kubelet that works again

@@ -53,7 +53,7 @@ from tests.storm.lives import AgentRun
 from tests.storm.lost_devices import LostDevices
 from tests.storm.mps_daemons import DaemonTable
 from tests.storm.neighbours import Neighbour
-from tests.storm.parts import Parts
+from tests.storm.parts import PROBE_SECONDS, Parts
 
 # Few units, so that lists are short: what storms look for does not depend on their number. Two GPUs, and one
 # that may be plugged in.
@@ -186,7 +186,7 @@ class World:
                 sysfs=str(folder / "sys"),
                 cgroups=str(folder / "cgroup"),
             ),
-            health=HealthSettings(kernel_log=None, probe_seconds=4.0),
+            health=HealthSettings(kernel_log=None, probe_seconds=PROBE_SECONDS),
             sampling=Sampling(interval_seconds=30.0),
         )
 
