@@ -50,6 +50,7 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
     offered: dict[str, Used] = {}  # by UID; one pod at a time is admitted
     listed: Lists = {}  # as it was admitted
     freed: deque[tuple[float, list[Entry]]] = deque()  # what was in use until then
+    turned_away: deque[tuple[float, list[Entry]]] = deque()  # what rejected pods had been given
 
     async def seen(
         self: DeviceManager, pod: PodSpec, uid: str, container: ContainerSpec, running: bool
@@ -65,20 +66,25 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
     def free_inactive(self: DeviceManager) -> None:
         now, entries = anyio.current_time(), list(self.tables.pods.entries())
         free(self)
-        while freed and now - freed[0][0] > OFFER_SECONDS:
-            freed.popleft()
+        for past in (freed, turned_away):
+            while past and now - past[0][0] > OFFER_SECONDS:
+                past.popleft()
         if len(entries) != len(list(self.tables.pods.entries())):
             freed.append((now, entries))
 
     def reject(self: Life, pod: Pod, reason: str, message: str) -> None:
         # The kubelet looks once what is free: what has ended since then is not among what it offers.
+        entries = list(self.devices.tables.pods.entries())
         views = [
-            _used(world, self.devices.tables.pods.entries(), pod.uid),
+            _used(world, entries, pod.uid),
             *([offered[pod.uid]] if pod.uid in offered else []),
         ]
         # What pods that have just ended held may not be back on the agent's lists.
         now, late = anyio.current_time(), freed if NOT_LISTED in message else ()
-        views += [_used(world, entries, pod.uid) for since, entries in late if now - since <= OFFER_SECONDS]
+        views += [_used(world, held, pod.uid) for since, held in late if now - since <= OFFER_SECONDS]
+        if BY_THE_AGENT in message:
+            views.append(_used(world, _with_turned_away(entries, turned_away), pod.uid))
+        turned_away.append((now, [each for each in entries if each[0] == pod.uid]))
         excuses.note()
         lists = listed if pod.uid in offered else self.devices.tables.healthy
         judged = Judged(world, excuses, pod, message, lists)
@@ -313,6 +319,13 @@ def _used(world: World, entries: Iterable[Entry], but: str) -> Used:
         for gpu, count in _counts(tuple(allocation.by_numa.values())):
             found.setdefault(gpu, Counter()).update(count)
     return found
+
+
+def _with_turned_away(entries: Iterable[Entry], past: Iterable[tuple[float, list[Entry]]]) -> Iterable[Entry]:
+    """The agent takes a pod that was rejected a moment ago for a holder until it hears of the end."""
+    now = anyio.current_time()
+    recent = (held for since, held in past if now - since <= OFFER_SECONDS)
+    return {each[:3]: each for each in chain(entries, *recent)}.values()
 
 
 @lru_cache(maxsize=512)
