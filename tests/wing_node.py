@@ -10,7 +10,7 @@ from agent.model.modes import Assignment
 from agent.modes.desired import DesiredSource, catalog_of
 from agent.modes.wing import Node
 from agent.pairing.pairing import Recorder
-from agent.pairing.resolver import PodSource
+from agent.pairing.pod_source import PodSource
 from agent.settings import Settings
 from agent.simulator.machine import SimulatedMachine
 from agent.simulator.nvml import SimulatedNvml

@@ -34,7 +34,7 @@ from agent.node import conditions as node_writers
 from agent.node import refused_pods
 from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
 from agent.pairing.pairing import Recorder
-from agent.pairing.resolver import PodSource
+from agent.pairing.pod_source import PodSource
 from agent.settings import Settings
 from agent.status import top
 from agent.status.commands import Commands

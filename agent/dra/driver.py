@@ -26,7 +26,7 @@ from agent.model.resource_claim import DRIVER, GROUP, HeldClaim, ResourceClaim, 
 from agent.modes.planner import STARTING, SwitchState
 from agent.modes.wing import NotYet, SetUpFailed, Wing
 from agent.modes.withholding import CORDONED
-from agent.pairing.resolver import PodSource, PodsUnavailable
+from agent.pairing.pod_source import PodSource, PodsUnavailable
 
 log = structlog.get_logger()
 

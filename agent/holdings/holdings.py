@@ -377,6 +377,26 @@ class HoldingsWatch:
         await self._ask_after(doubted, names)
         return self._record.joined
 
+    def named(self, names: Mapping[str, PodKey]) -> Record | None:
+        """The record after names of pods, by UID, were read; None: none of theirs was lacking."""
+        before = self._record
+        pods = {
+            uid: replace(pod, key=names[uid])
+            for uid, pod in before.pods.items()
+            if uid in names and not pod.key
+        }
+        if not pods:
+            return None
+        self._rejoin(replace(before, pods={**before.pods, **pods}))
+        return self._record.joined
+
+    def _rejoin(self, before: Evidence) -> None:
+        """By what the API server has said since the reading."""
+        view = self.view()
+        self._record = join(before, before.listed, before.entries, view, same_kubelet=True, fresh=False)
+        if self.problem is None:
+            self._publish()
+
     def _unlisted(self) -> Mapping[str, PodEvidence]:
         """The pods of which the newest reading lists nothing: others run, though deleted by force."""
         listed = {id(each) for each in self._record.listed.holdings}
@@ -389,12 +409,7 @@ class HoldingsWatch:
     async def _ask_after(self, pods: Mapping[str, PodKey], listed: Collection[PodKey]) -> None:
         if self.ask_after:
             await self.ask_after(pods, listed)
-            before = self._record
-            self._record = join(
-                before, before.listed, before.entries, self.view(), same_kubelet=True, fresh=False
-            )
-            if self.problem is None:
-                self._publish()
+            self._rejoin(self._record)
 
     def _joined(self, listed: Record, entries: Entries, kubelet: Identity | None, *, read: bool) -> Record:
         """The record by this reading; it is kept unless one that began later was answered before."""

@@ -32,7 +32,7 @@ from agent.modes.transition import WORKING, ModeStage, ModeState
 from agent.nvml.event_watch import WorkerThread
 from agent.nvml.port import NvmlPort
 from agent.pairing.pairing import Recorder
-from agent.pairing.resolver import PodSource
+from agent.pairing.pod_source import PodSource
 from agent.settings import Settings
 from agent.telemetry.container_use import Uses
 from agent.telemetry.series import Series

@@ -18,7 +18,7 @@ from agent.kit.tasks import Backoff
 from agent.model.cgroup import STATIC_UID
 from agent.model.pod import Pod
 from agent.pairing.pairing import Recorder
-from agent.pairing.resolver import PodSource, PodsUnavailable
+from agent.pairing.pod_source import PodSource, PodsUnavailable
 
 log = structlog.get_logger()
 

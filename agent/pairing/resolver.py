@@ -26,6 +26,7 @@ from agent.model.pod import (
     demand_of,
     init_group_of,
 )
+from agent.pairing.pod_source import PodSource, PodsUnavailable
 
 log = structlog.get_logger()
 
@@ -44,50 +45,6 @@ class PairRefused(Exception):
         self.cause = cause
         self.pod = pod
         super().__init__(message)
-
-
-class PodsUnavailable(Exception):
-    """A pod's spec cannot be read now; the text says why."""
-
-    def __init__(self, message: str, *, away: bool = True) -> None:
-        """`away`: the API server did not answer, as one that restarts; else it did, with nothing of use."""
-        self.away = away
-        super().__init__(message)
-
-
-class PodSource:
-    """Specs of the pods that are bound to this node. This one has no API server behind it."""
-
-    answers = False  # whether one that cannot be read now may be read in a moment
-
-    @property
-    def node(self) -> str:
-        """The node's name; empty: not known."""
-        return ""
-
-    def may_be_static(self, name: str) -> bool:
-        """Whether a static pod of this node may have that name: the kubelet appends the node's."""
-        return name.endswith(f"-{self.node.lower()}" if self.node else "")
-
-    def pods_on_node(self) -> Collection[Pod]:
-        """The pods as last seen; never waits."""
-        return ()
-
-    def current(self) -> bool:
-        """Whether pods come and go in `pods_on_node`, as far as is known."""
-        return True
-
-    async def get(self, namespace: str, name: str) -> Pod | None:
-        """One pod, read again unless a good copy is there; else as `fetch`."""
-        return await self.fetch(namespace, name)
-
-    async def fetch(self, namespace: str, name: str) -> Pod | None:
-        """One pod, read again, within a second; None: there is none. Raises PodsUnavailable."""
-        raise PodsUnavailable(f"pod {namespace}/{name} cannot be read: the agent has no API server")
-
-    async def list_now(self) -> Collection[Pod]:
-        """This node's unfinished pods by the API server, as of now, in a second. Raises PodsUnavailable."""
-        raise PodsUnavailable("the node's pods cannot be listed: the agent has no API server")
 
 
 # Which container is asking: pure, from the record of who holds what and the pods' specs.
@@ -434,6 +391,8 @@ class RequesterResolver:
                     read = self._source.fetch if key in old else self._source.get
                     group.start_soon(asked.ask, key, key, read)
         fresh = {key: pod for key in missing if isinstance(pod := asked.pods[key], Pod)}
+        # What a pod of the checkpoint holds, which has UIDs alone, may be had by one of these.
+        record = self._record.named({pod.uid: key for key, pod in fresh.items()}) or record
         absent = frozenset(key for key in missing if asked.pods[key] is None)
         return Facts(record, {**pods, **fresh}, frozenset(missing - fresh.keys() - absent), absent)
 

@@ -66,9 +66,8 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
     def free_inactive(self: DeviceManager) -> None:
         now, entries = anyio.current_time(), list(self.tables.pods.entries())
         free(self)
-        for past in (freed, turned_away):
-            while past and now - past[0][0] > OFFER_SECONDS:
-                past.popleft()
+        _forget(freed)
+        _forget(turned_away)
         if len(entries) != len(list(self.tables.pods.entries())):
             freed.append((now, entries))
 
@@ -319,6 +318,11 @@ def _used(world: World, entries: Iterable[Entry], but: str) -> Used:
         for gpu, count in _counts(tuple(allocation.by_numa.values())):
             found.setdefault(gpu, Counter()).update(count)
     return found
+
+
+def _forget(past: deque[tuple[float, list[Entry]]]) -> None:
+    while past and anyio.current_time() - past[0][0] > OFFER_SECONDS:
+        past.popleft()
 
 
 def _with_turned_away(entries: Iterable[Entry], past: Iterable[tuple[float, list[Entry]]]) -> Iterable[Entry]:

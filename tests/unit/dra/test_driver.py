@@ -24,7 +24,7 @@ from agent.model.pod import Pod
 from agent.model.resource_claim import HeldClaim
 from agent.modes.desired import ClaimRequests
 from agent.modes.planner import STARTING
-from agent.pairing.resolver import PodSource
+from agent.pairing.pod_source import PodSource
 from tests.unit.dra.test_claims import GPU, GPUS, POOL, claim, result
 from tests.virtual_time import in_virtual_time
 

@@ -295,3 +295,17 @@ async def test_a_checkpoint_that_was_read_for_no_answer_is_not_known(
     assert await node.held() is None
     node.kubelet.records(("u", "main", A))
     assert await node.held() == {("pod with UID u", "main", A)}
+
+
+async def test_what_the_checkpoint_alone_has_is_named_by_an_answer_of_the_api_server(node: Node) -> None:
+    node.complete = False
+    node.kubelet.pods = {"trains": {"main": ""}}
+    node.kubelet.records(("u", "prepare", A))
+    assert await node.held() == {("pod with UID u", "prepare", A)}
+    assert node.watch.named({"v": ("ns", "other")}) is None
+    record = node.watch.named({"u": ("ns", "trains"), "v": ("ns", "other")})
+    assert record is not None
+    assert [each.pod_key for each in record.holdings] == [("ns", "trains")]
+    assert node.watch.cell.value == record
+    assert await node.held() == {("trains", "prepare", A)}  # and by later readings
+    assert node.watch.named({"u": ("ns", "trains")}) is None

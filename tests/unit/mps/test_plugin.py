@@ -21,7 +21,7 @@ from agent.mps.daemon_manager import DaemonManager
 from agent.mps.plugin import Conditions, MpsPlugin
 from agent.mps.pods import RootCheck
 from agent.pairing.pairing import Pairing, Recorder
-from agent.pairing.resolver import PodSource
+from agent.pairing.pod_source import PodSource
 from agent.settings import Settings, load
 from tests.pods import a_pod
 from tests.unit.pairing.kubelet_model import machine

@@ -6,7 +6,7 @@ in random order, units of plain init containers handed on unasked, short prefere
 
 import math
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -23,7 +23,8 @@ from agent.model.placement import PlacementPolicy
 from agent.model.pod import VGPU, Container, Pod, Stage
 from agent.pairing.pair_rules import Grant, PairRules
 from agent.pairing.pairing import Pairing
-from agent.pairing.resolver import PairRefused, PodSource, PodsUnavailable, RequesterResolver, resource_of
+from agent.pairing.pod_source import PodSource, PodsUnavailable
+from agent.pairing.resolver import PairRefused, RequesterResolver, resource_of
 from tests.pods import a_pod, changed
 
 Key = tuple[str, str]
@@ -157,6 +158,20 @@ class KubeletModel(PodSource):
 
     async def confirm_names(self, names: Collection[Key]) -> None:
         """Nobody's name is another's."""
+
+    def named(self, names: Mapping[str, Key]) -> Record:
+        """The record after names of pods were read."""
+        before = self._record
+        pods = {uid: replace(each, key=each.key or names.get(uid)) for uid, each in before.pods.items()}
+        self._record = join(
+            replace(before, pods=pods),
+            before.listed,
+            before.entries,
+            self._view(),
+            same_kubelet=True,
+            fresh=False,
+        )
+        return self._record.joined
 
     def _view(self) -> View:
         pods = {each.uid: each for each in self.api.values() if each.uid not in self.over}

@@ -15,7 +15,7 @@ from agent.cluster.reflector import Reflector
 from agent.model.pod import Container, Pod, PodSpec, Stage
 from agent.pairing import cluster_pods
 from agent.pairing.cluster_pods import ClusterPods, ClusterRecorder
-from agent.pairing.resolver import PodsUnavailable
+from agent.pairing.pod_source import PodsUnavailable
 from tests.pods import a_pod, changed
 
 

@@ -7,7 +7,8 @@ from agent.model.holding import PairMember, Record
 from agent.model.pod import MPS, VGPU, Container, Pod
 from agent.pairing.pair_rules import PairRules
 from agent.pairing.pairing import Pairing
-from agent.pairing.resolver import DOUBT_SECONDS, PairRefused, PodSource, RequesterResolver
+from agent.pairing.pod_source import PodSource
+from agent.pairing.resolver import DOUBT_SECONDS, PairRefused, RequesterResolver
 from tests.pods import changed
 from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
 from tests.virtual_time import in_virtual_time

@@ -10,8 +10,9 @@ from agent.holdings.record import View
 from agent.model.health import Health, HealthState
 from agent.model.holding import Holding, PairMember, Record, Source
 from agent.model.placement import PlacementPolicy
-from agent.model.pod import VGPU, Pod
-from agent.pairing.resolver import PodSource, RequesterResolver
+from agent.model.pod import VGPU, Pod, Stage
+from agent.pairing.pod_source import PodSource
+from agent.pairing.resolver import RequesterResolver, resource_of
 from tests.pods import changed
 from tests.unit.pairing.asking import InOrder, index
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
@@ -196,6 +197,22 @@ async def test_a_pod_whose_name_nobody_knows_keeps_both_members() -> None:
     kubelet.random = InOrder([*PairMember], [*PairMember])
     await kubelet.admit(pod("next", share("main", 40, 20)))
     assert index(kubelet, ("default", "next")) == [1]
+
+
+async def test_what_a_pod_has_that_was_read_within_the_call_is_its_own_though_it_had_no_name() -> None:
+    """A kubelet that was ended in mid-admission goes on behind the init container, and the watch is mute."""
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    begun = pod("begun", share("init", 60, 6, Stage.INIT), share("main", 40, 6))
+    await kubelet.admit(begun)
+    held = kubelet.taken_up[begun.key].held
+    units = {member: held.pop(("main", resource_of(VGPU, member))) for member in reversed(PairMember)}
+    kubelet.api[begun.key] = begun
+    kubelet.start_agent()
+    kubelet.heard, kubelet.cached = {begun.key}, False
+    kubelet._view = View  # type: ignore[method-assign]
+    for member, ids in units.items():
+        assert (await kubelet.pairing.allocate(member, tuple(ids))).container == "main"
+        held["main", resource_of(VGPU, member)] = ids
 
 
 async def test_units_of_a_lost_gpu_are_withheld_for_nobody() -> None:

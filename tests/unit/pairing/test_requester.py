@@ -12,13 +12,13 @@ from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.holding import PairMember, Record
 from agent.model.pod import Container, Pod, Stage
 from agent.pairing.pairing import PROMPT_SECONDS
+from agent.pairing.pod_source import PodsUnavailable
 from agent.pairing.resolver import (
     DOUBT_SECONDS,
     DOUBT_SHARE,
     DOUBT_TOTAL_SECONDS,
     Cause,
     PairRefused,
-    PodsUnavailable,
 )
 from tests.pods import changed
 from tests.unit.pairing.asking import InOrder, first, index

@@ -9,7 +9,8 @@ from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.kubelet.service import ANSWER_SECONDS
 from agent.model.holding import PairMember, Record
 from agent.model.pod import Pod
-from agent.pairing.resolver import DOUBT_SECONDS, PairRefused, PodsUnavailable
+from agent.pairing.pod_source import PodsUnavailable
+from agent.pairing.resolver import DOUBT_SECONDS, PairRefused
 from tests.pods import changed
 from tests.unit.pairing.kubelet_model import Admission, KubeletModel, pod, share
 from tests.virtual_time import in_virtual_time
