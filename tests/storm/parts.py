@@ -134,6 +134,14 @@ def held(world: "World") -> dict[str, str]:
     return found
 
 
+def _take_over(world: "World") -> None:
+    """Those that are there were made by the agent before the first act."""
+    for slot in world.machine.slots:
+        for each in world.machine.gpu(slot).instances:
+            if each.used:
+                world.parts.made(each.uuid.decode(), (each.profile_number, each.start))
+
+
 def observe(world: "World") -> Callable[[], None]:
     """Look at each instance that the agent makes or destroys; what ends that is returned."""
     make, destroy, read = MigCalls.make_instance, MigCalls.destroy_instance, MigCalls.partition
@@ -164,6 +172,7 @@ def observe(world: "World") -> Callable[[], None]:
         world.parts.looked()
         return found
 
+    _take_over(world)
     SimulatedNvml.make_instance = made  # type: ignore[method-assign, assignment]
     SimulatedNvml.destroy_instance = destroyed  # type: ignore[method-assign, assignment]
     SimulatedNvml.partition = looked  # type: ignore[method-assign, assignment]
