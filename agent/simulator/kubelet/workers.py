@@ -39,7 +39,8 @@ class Containers:
 
     async def ended(self, uid: str, name: str) -> None:
         """Wait until the process of a container that was started has ended."""
-        await anyio.sleep_until(self._ends[uid, name])
+        # A kubelet may have ended before it had reported the end of a pod.
+        await anyio.sleep_until(self._ends.get((uid, name), -math.inf))
 
     def end(self, uid: str) -> None:
         """End all processes of a pod; what its containers reported stays readable."""

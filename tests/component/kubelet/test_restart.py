@@ -11,6 +11,8 @@ import anyio.to_thread
 import pytest
 
 from agent.simulator.kubelet import EmbeddedKubelet, Phase
+from agent.simulator.kubelet.containers import ContainerView
+from agent.simulator.kubelet.workers import Containers
 from tests.component.kubelet.conftest import FAST
 from tests.component.kubelet.peer import GPU, V1BETA1, Plugin, pod_resources
 from tests.component.kubelet.steps import EIGHT, held, pod, ready, run
@@ -205,3 +207,11 @@ async def test_nothing_is_left_running(kubelet: EmbeddedKubelet, root: Path) -> 
             assert len(anyio.get_running_tasks()) > tasks
     assert len(anyio.get_running_tasks()) == tasks
     assert plugin.streams == 0
+
+
+async def test_a_process_that_had_ended_before_its_kubelet_did_is_not_waited_for() -> None:
+    containers, spec = Containers(), pod("p").containers[0]
+    containers.started("uid", spec, ContainerView(), ends=False)
+    containers.end("uid")
+    with anyio.fail_after(scaled(1)):
+        await containers.ended("uid", spec.name)
