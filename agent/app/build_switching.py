@@ -193,6 +193,7 @@ async def build_switching(
         record = core.holdings
         endpoint = Endpoint(plugin, root, folder, record.allocated, lambda: record.newest)
         record.grants.append(endpoint.service.granted_lately)
+        record.given.append(endpoint.service.given_lately)
         return endpoint
 
     resources = ResourceSet(
@@ -281,8 +282,12 @@ def _lingering(core: Core) -> Lingering:
         else None
     )
     pids = ProcessSweep(core.nvml, core.calls).pids
-    owners = Owners(proc).of
-    return Lingering(record.gpus_by_pod, pids, owners, record.holders, departed, record.take_left_behind)
+
+    def left_behind() -> Mapping[str, Collection[str]]:
+        # A kubelet may ask for IDs of a plugin before this one.
+        return {uid: gpus & snapshot.value.by_uuid.keys() for uid, gpus in record.take_left_behind().items()}
+
+    return Lingering(record.gpus_by_pod, pids, Owners(proc).of, record.holders, departed, left_behind)
 
 
 def _unexplained(core: Core, sampler: Sampler, lingering: Lingering) -> Unexplained:

@@ -35,7 +35,7 @@ from agent.kubelet.podresources import (
 )
 from agent.model.cgroup import STATIC_UID
 from agent.model.holding import Holding, Record
-from agent.model.modes import parse
+from agent.model.modes import SEPARATOR
 from agent.model.pod import Pod
 
 log = structlog.get_logger()
@@ -86,6 +86,7 @@ class HoldingsWatch:
         self.rewrite: Callable[[], None] | None = None
         # Of each resource: device IDs that are being handed out, or were and are in no reading yet.
         self.grants: list[Callable[[], frozenset[str]]] = []
+        self.given: list[Callable[[], frozenset[str]]] = []  # those of them that were
         self._rewrites = Backoff(REWRITE_SECONDS, REWRITE_LONGEST_SECONDS, jitter=0.0)
         self._doubtful: frozenset[str] = frozenset()  # UIDs for which it is to be written
         self._rewrite_at = math.inf
@@ -146,12 +147,14 @@ class HoldingsWatch:
         found, self._left_behind = self._left_behind, {}
         return found
 
-    def _note_gone(self, before: Collection[str], after: Collection[str]) -> None:
-        """Pods, by UID, of the record before a change and after it; to be called before it is kept."""
-        if gone := frozenset(before).difference(after):
-            granted = self._whole(frozenset(parse(text).gpu for text in self.granted()))
-            for uid in gone if granted else ():
-                self._left_behind[uid] = granted | self._left_behind.get(uid, frozenset())
+    def _note_gone(self, before: Collection[str], after: Collection[str]) -> bool:
+        """Whether pods, by UID, leave the record by a change; to be called before that is kept."""
+        gone = frozenset(before).difference(after)
+        if gone and (ids := frozenset[str]().union(*(each() for each in self.given))):
+            gpus = self._whole(frozenset(text.partition(SEPARATOR)[0] for text in ids))
+            for uid in gone:
+                self._left_behind[uid] = gpus | self._left_behind.get(uid, frozenset())
+        return bool(gone)
 
     def known_pods(self) -> frozenset[str] | None:
         """UIDs of all pods that the API server or the kubelet knows; None: that cannot be said now.
@@ -377,26 +380,6 @@ class HoldingsWatch:
         await self._ask_after(doubted, names)
         return self._record.joined
 
-    def named(self, names: Mapping[str, PodKey]) -> Record | None:
-        """The record after names of pods, by UID, were read; None: none of theirs was lacking."""
-        before = self._record
-        pods = {
-            uid: replace(pod, key=names[uid])
-            for uid, pod in before.pods.items()
-            if uid in names and not pod.key
-        }
-        if not pods:
-            return None
-        self._rejoin(replace(before, pods={**before.pods, **pods}))
-        return self._record.joined
-
-    def _rejoin(self, before: Evidence) -> None:
-        """By what the API server has said since the reading."""
-        view = self.view()
-        self._record = join(before, before.listed, before.entries, view, same_kubelet=True, fresh=False)
-        if self.problem is None:
-            self._publish()
-
     def _unlisted(self) -> Mapping[str, PodEvidence]:
         """The pods of which the newest reading lists nothing: others run, though deleted by force."""
         listed = {id(each) for each in self._record.listed.holdings}
@@ -409,7 +392,17 @@ class HoldingsWatch:
     async def _ask_after(self, pods: Mapping[str, PodKey], listed: Collection[PodKey]) -> None:
         if self.ask_after:
             await self.ask_after(pods, listed)
-            self._rejoin(self._record)
+            before, view = self._record, self.view()
+            record = join(before, before.listed, before.entries, view, same_kubelet=True, fresh=False)
+            # `_follow_pods` may not have heard of those yet whose objects are gone, and these run.
+            dropped = before.pods.keys() - record.pods.keys() - view.pods.keys() - frozenset(view.over)
+            self._note_gone(before.pods, dropped | record.pods.keys())
+            self._doubted = {**self._doubted, **{uid: before.pods[uid] for uid in dropped}}
+            ended = record.joined.ended | before.joined.ended
+            unfinished = record.joined.unfinished | (before.joined.unfinished - ended - frozenset(view.over))
+            self._record = replace(record, joined=replace(record.joined, ended=ended, unfinished=unfinished))
+            if self.problem is None:
+                self._publish()
 
     def _joined(self, listed: Record, entries: Entries, kubelet: Identity | None, *, read: bool) -> Record:
         """The record by this reading; it is kept unless one that began later was answered before."""
@@ -418,18 +411,20 @@ class HoldingsWatch:
         # One that somebody has destroyed may still have a holder.
         parents = {**record.joined.parents, **self.instances()}
         record = replace(record, joined=replace(record.joined, parents=parents))
+        gone = False
         if listed.began >= self._record.listed.began:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended
-            self._note_gone({**self._doubted, **self._record.pods}, record.pods)
+            gone = self._note_gone({**self._doubted, **self._record.pods}, record.pods)
             # Those that a kubelet that has just started has not heard of yet may come again.
             unheard = self._unshown.keys() - (self._record.joined.pods if same else ())
             self._record, self._answered_by, self._doubted = record, kubelet, {}
             unshown = (record.joined.pods | unheard) - view.names
             self._unshown = {key: self._unshown.get(key, listed.began) for key in unshown}
-        if record.joined != self.cell.value:
-            # Read by a call: it is published by the next `refresh`, which may fail.
-            self._differs = True
+        differs = record.joined != self.cell.value
+        # Read by a call: it is published by the next `refresh`, which may fail.
+        self._differs |= differs
+        if differs or gone:
             self.holders.publish(self.holders.value + 1)
         return record.joined
 

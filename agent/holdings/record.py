@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from agent.model.holding import Holding, Record, Source
+from agent.model.holding import Holding, Record, Source, nameless
 from agent.model.modes import PREFIXES
 from agent.model.pod import Pod, Stage
 
@@ -466,7 +466,7 @@ def _unlisted(
     `known`: its checkpoint has it. `bare`: it lists the pod. `doubtful`: and its checkpoint cannot be read
     now, so that it may have lost what it listed before.
     """
-    earlier, names = pod.holdings.get(place), key or ("", f"pod with UID {uid}")
+    earlier, names = pod.holdings.get(place), key or nameless(uid)
     was_listed = earlier is not None and earlier.listed
     known = known and not (doubtful and was_listed)
     source = Source.CHECKPOINT if known else Source.FORGOTTEN

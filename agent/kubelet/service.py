@@ -156,12 +156,16 @@ class DevicePluginService:
 
     def granted_lately(self) -> frozenset[str]:
         """Device IDs that are being handed out, or were and stand in no reading yet."""
+        return self.given_lately().union(*self._asked)
+
+    def given_lately(self) -> frozenset[str]:
+        """Those of them that were."""
         record = self._forget()
         if self._granted and record is not self._judged:
             self._judged = record
             self._forget_shown(record)
             self._have_it_written(record.began)
-        return frozenset(self._granted).union(*self._asked)
+        return frozenset(self._granted)
 
     def _forget(self) -> Record:
         """Let go of grants that the newest reading would show; no age alone ends one."""

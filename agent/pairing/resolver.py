@@ -392,7 +392,7 @@ class RequesterResolver:
                     group.start_soon(asked.ask, key, key, read)
         fresh = {key: pod for key in missing if isinstance(pod := asked.pods[key], Pod)}
         # What a pod of the checkpoint holds, which has UIDs alone, may be had by one of these.
-        record = self._record.named({pod.uid: key for key, pod in fresh.items()}) or record
+        record = record.named({pod.uid: key for key, pod in fresh.items()})
         absent = frozenset(key for key in missing if asked.pods[key] is None)
         return Facts(record, {**pods, **fresh}, frozenset(missing - fresh.keys() - absent), absent)
 

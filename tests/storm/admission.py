@@ -31,7 +31,8 @@ from tests.storm.world import World
 ALL = 1 << 20  # units: more than any GPU has
 # The agent hears of the end of a pod by its watch, and lists what is free at once.
 OFFER_SECONDS = 0.05
-NOT_LISTED = "no healthy devices present"  # the kubelet's words (`devicesToAllocate`)
+# The kubelet's words (`devicesToAllocate`) where its lists have nothing, or too little.
+NOT_LISTED = "no healthy devices present", "requested number of devices unavailable"
 NOT_READ = "are still held is not known"  # the agent's, of whole GPUs that were handed out (`plugins.pgpu`)
 
 STILL_HELD = "is held by another container, though the kubelet offers it"  # the agent's, of whole GPUs
@@ -79,10 +80,9 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
             *([offered[pod.uid]] if pod.uid in offered else []),
         ]
         # What pods that have just ended held may not be back on the agent's lists.
-        now, late = anyio.current_time(), freed if NOT_LISTED in message else ()
+        now, late = anyio.current_time(), freed if any(map(message.__contains__, NOT_LISTED)) else ()
         views += [_used(world, held, pod.uid) for since, held in late if now - since <= OFFER_SECONDS]
-        if BY_THE_AGENT in message:
-            views.append(_used(world, _with_turned_away(entries, turned_away), pod.uid))
+        views.append(_used(world, _with_turned_away(entries, turned_away), pod.uid))
         turned_away.append((now, [each for each in entries if each[0] == pod.uid]))
         excuses.note()
         lists = listed if pod.uid in offered else self.devices.tables.healthy
@@ -326,7 +326,10 @@ def _forget(past: deque[tuple[float, list[Entry]]]) -> None:
 
 
 def _with_turned_away(entries: Iterable[Entry], past: Iterable[tuple[float, list[Entry]]]) -> Iterable[Entry]:
-    """The agent takes a pod that was rejected a moment ago for a holder until it hears of the end."""
+    """The agent takes a pod that was rejected a moment ago for a holder until it hears of the end.
+
+    So long its lists lack what is of no use beside that one.
+    """
     now = anyio.current_time()
     recent = (held for since, held in past if now - since <= OFFER_SECONDS)
     return {each[:3]: each for each in chain(entries, *recent)}.values()

@@ -105,7 +105,7 @@ def test_ids_are_taken_apart_once_while_their_holding_stays(monkeypatch: pytest.
         taken.append(text)
         return parse(text)
 
-    for module in ("agent.model.holding", "agent.holdings.holdings"):
+    for module in ("agent.model.holding", "agent.holdings.strangers"):
         monkeypatch.setattr(f"{module}.parse", counted)
     held = _held(*(f"{A}::c{n}" for n in range(3)), resource="tencent.com/vcuda-core")
     for record in (_listed(held), _listed(held, _held(B, resource="other"))):

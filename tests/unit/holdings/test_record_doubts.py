@@ -297,15 +297,42 @@ async def test_a_checkpoint_that_was_read_for_no_answer_is_not_known(
     assert await node.held() == {("pod with UID u", "main", A)}
 
 
-async def test_what_the_checkpoint_alone_has_is_named_by_an_answer_of_the_api_server(node: Node) -> None:
+async def test_what_the_checkpoint_alone_has_gets_names_for_one_call(node: Node) -> None:
+    """A later pod of that name is another: nothing of an answer outlives the call."""
     node.complete = False
     node.kubelet.pods = {"trains": {"main": ""}}
     node.kubelet.records(("u", "prepare", A))
+    record = await node.watch.look()
+    assert record.named({"v": ("ns", "trains")}) is record
+    named = record.named({"u": ("ns", "trains"), "v": ("ns", "other")})
+    assert [each.pod_key for each in named.holdings] == [("ns", "trains")]
     assert await node.held() == {("pod with UID u", "prepare", A)}
-    assert node.watch.named({"v": ("ns", "other")}) is None
-    record = node.watch.named({"u": ("ns", "trains"), "v": ("ns", "other")})
-    assert record is not None
-    assert [each.pod_key for each in record.holdings] == [("ns", "trains")]
-    assert node.watch.cell.value == record
-    assert await node.held() == {("trains", "prepare", A)}  # and by later readings
-    assert node.watch.named({"u": ("ns", "trains")}) is None
+
+
+async def test_one_that_was_dropped_while_others_were_asked_after_is_held_until_the_kubelet_speaks(
+    node: Node,
+) -> None:
+    """Deleted by force, it runs; the task that follows the watch has not had its turn."""
+    node.know("u", "trains")
+    node.kubelet.pods = {"trains": {"main": A}}
+    node.kubelet.records(("u", "main", A))
+    assert await node.held()
+    before = node.watch.newest.unfinished
+    assert before == {"u"}
+
+    async def nothing(*_: object) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    node.watch.ask_after = nothing
+    node.watch.given.append(lambda: frozenset({B}))
+    del node.pods["u"]
+    await node.watch._ask_after({}, ())
+    assert node.watch.gpus_by_pod() == {"u": frozenset({A})}
+    assert node.watch.newest.unfinished == before
+    assert not node.watch.take_left_behind()
+    node.kubelet.pods = {}
+    heard = node.watch.holders.version
+    await node.watch.look()
+    assert node.watch.holders.version > heard
+    assert node.watch.gpus_by_pod() == {}
+    assert node.watch.take_left_behind() == {"u": frozenset({B})}

@@ -19,8 +19,8 @@ class Host(Node):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.kubelet.records()
-        self.granted: frozenset[str] = frozenset()
-        self.watch.grants.append(lambda: self.granted)
+        self.given: frozenset[str] = frozenset()
+        self.watch.given.append(lambda: self.given)
         self.pids: dict[str, Collection[int]] = {A: (), B: (7,)}
         self.lingering = Lingering(
             self.watch.gpus_by_pod,
@@ -48,7 +48,7 @@ async def host(tmp_path: Path) -> Host:
     host.kubelet.pods = {"trains": {"main": A}}
     host.kubelet.records(("u", "main", A))
     assert not await host.looked()
-    host.granted = frozenset({B})
+    host.given = frozenset({B})
     return host
 
 
@@ -56,7 +56,7 @@ async def test_what_a_pod_got_between_two_readings_is_withheld_while_its_process
     host.kubelet.pods = {}
     host.kubelet.records()
     assert await host.looked() == {B}
-    host.granted = frozenset()  # the reading would have shown it
+    host.given = frozenset()  # the reading would have shown it
     assert await host.looked() == {B}
     host.pids[B] = ()
     assert not await host.looked()
@@ -78,8 +78,17 @@ async def test_so_it_is_where_the_api_server_says_first_that_the_pod_has_gone(ho
         group.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("odd", [f"{B}::3", "vcuda-core-17", "GPU-x::::", ""])
+async def test_an_id_of_another_plugin_ends_no_reading(host: Host, odd: str) -> None:
+    host.given |= {odd}
+    host.kubelet.pods = {}
+    host.kubelet.records()
+    assert B in await host.looked()
+    assert await host.held() == set()
+
+
 async def test_a_pod_that_goes_while_nothing_is_handed_out_leaves_nothing_behind(host: Host) -> None:
-    host.granted = frozenset()
+    host.given = frozenset()
     host.kubelet.pods = {}
     host.kubelet.records()
     assert not await host.looked()

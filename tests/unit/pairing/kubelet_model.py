@@ -6,7 +6,7 @@ in random order, units of plain init containers handed on unasked, short prefere
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -158,20 +158,6 @@ class KubeletModel(PodSource):
 
     async def confirm_names(self, names: Collection[Key]) -> None:
         """Nobody's name is another's."""
-
-    def named(self, names: Mapping[str, Key]) -> Record:
-        """The record after names of pods were read."""
-        before = self._record
-        pods = {uid: replace(each, key=each.key or names.get(uid)) for uid, each in before.pods.items()}
-        self._record = join(
-            replace(before, pods=pods),
-            before.listed,
-            before.entries,
-            self._view(),
-            same_kubelet=True,
-            fresh=False,
-        )
-        return self._record.joined
 
     def _view(self) -> View:
         pods = {each.uid: each for each in self.api.values() if each.uid not in self.over}
