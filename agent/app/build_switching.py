@@ -282,12 +282,8 @@ def _lingering(core: Core) -> Lingering:
         else None
     )
     pids = ProcessSweep(core.nvml, core.calls).pids
-
-    def left_behind() -> Mapping[str, Collection[str]]:
-        # A kubelet may ask for IDs of a plugin before this one.
-        return {uid: gpus & snapshot.value.by_uuid.keys() for uid, gpus in record.take_left_behind().items()}
-
-    return Lingering(record.gpus_by_pod, pids, Owners(proc).of, record.holders, departed, left_behind)
+    owners = Owners(proc).of
+    return Lingering(record.gpus_by_pod, pids, owners, record.holders, departed, record.left_behind)
 
 
 def _unexplained(core: Core, sampler: Sampler, lingering: Lingering) -> Unexplained:

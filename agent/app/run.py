@@ -119,6 +119,7 @@ def core_of(settings: Settings, nvml: NvmlPort, cluster: ClusterAccess | None = 
     inventory = Inventory(rules_from(settings.health), listeners)
     holdings = HoldingsWatch(PodResources(Path(settings.kubelet.root)), settings.device_plugins_folder)
     holdings.instances = lambda: inventory.snapshot.value.parents
+    holdings.gpus = lambda: inventory.snapshot.value.by_uuid
     return Core(
         settings,
         nvml,

@@ -68,8 +68,11 @@ class HoldingsWatch:
         # Pods whose objects are gone, until the kubelet says whether their containers are, too.
         self._doubted: Mapping[str, PodEvidence] = {}
         self._vanished: set[str] = set()
-        # GPUs of which units had been handed out, and stood in no reading yet, when a pod of the record went.
-        self._left_behind: dict[str, frozenset[str]] = {}
+        # The GPUs that pods had, or may have got, when they left the record, by UID: until somebody looks for
+        # their processes there.
+        self.left_behind: dict[str, frozenset[str]] = {}
+        # UUIDs of those that the node has, as far as is known.
+        self.gpus: Callable[[], Collection[str]] | None = None
         # Pods that the kubelet lists and the API server does not show, and when the first such reading began;
         # with those of the kubelet before that the one of now has not listed yet.
         self._unshown: Mapping[PodKey, float] = {}
@@ -142,18 +145,20 @@ class HoldingsWatch:
         vanished, self._vanished = self._vanished, set()
         return vanished
 
-    def take_left_behind(self) -> Mapping[str, frozenset[str]]:
-        """GPUs that pods may have got after the record had shown them, by UID, once they have gone; once."""
-        found, self._left_behind = self._left_behind, {}
-        return found
-
     def _note_gone(self, before: Collection[str], after: Collection[str]) -> bool:
-        """Whether pods, by UID, leave the record by a change; to be called before that is kept."""
+        """Whether pods, by UID, leave the record by a change; to be called before that is kept.
+
+        One may have got what was handed out after the reading that showed it.
+        """
         gone = frozenset(before).difference(after)
-        if gone and (ids := frozenset[str]().union(*(each() for each in self.given))):
-            gpus = self._whole(frozenset(text.partition(SEPARATOR)[0] for text in ids))
+        if gone:
+            held = self.gpus_by_pod()
+            ids = frozenset[str]().union(*(each() for each in self.given))
+            given = self._whole(frozenset(text.partition(SEPARATOR)[0] for text in ids))
+            if self.gpus:
+                given &= frozenset(self.gpus())  # a kubelet may ask for IDs of a plugin before this one
             for uid in gone:
-                self._left_behind[uid] = gpus | self._left_behind.get(uid, frozenset())
+                self.left_behind[uid] = given.union(held.get(uid, ()), self.left_behind.get(uid, ()))
         return bool(gone)
 
     def known_pods(self) -> frozenset[str] | None:
@@ -396,7 +401,8 @@ class HoldingsWatch:
             record = join(before, before.listed, before.entries, view, same_kubelet=True, fresh=False)
             # `_follow_pods` may not have heard of those yet whose objects are gone, and these run.
             dropped = before.pods.keys() - record.pods.keys() - view.pods.keys() - frozenset(view.over)
-            self._note_gone(before.pods, dropped | record.pods.keys())
+            if self._note_gone(before.pods, dropped | record.pods.keys()):
+                self.holders.publish(self.holders.value + 1)
             self._doubted = {**self._doubted, **{uid: before.pods[uid] for uid in dropped}}
             ended = record.joined.ended | before.joined.ended
             unfinished = record.joined.unfinished | (before.joined.unfinished - ended - frozenset(view.over))

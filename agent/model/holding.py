@@ -150,7 +150,7 @@ class GpuHolder:
 
 
 def nameless(uid: str) -> tuple[str, str]:
-    """A stand-in for the namespace and name of a pod whose names nobody says."""
+    """The key of a pod that the checkpoint alone has, and whose names nobody says."""
     return "", f"pod with UID {uid}"
 
 
@@ -190,17 +190,6 @@ class Record:
     def pods(self) -> frozenset[tuple[str, str]]:
         """Namespaces and names of the pods that the kubelet lists."""
         return frozenset(names[:2] for names in self.containers)
-
-    def named(self, pods: Mapping[str, tuple[str, str]]) -> "Record":
-        """With names, by UID, of pods that the checkpoint alone has and of which nobody had said any."""
-        known = {nameless(uid): key for uid, key in pods.items()}
-        if known.keys().isdisjoint(each.pod_key for each in self.holdings):
-            return self
-        holdings = tuple(
-            replace(each, namespace=key[0], pod=key[1]) if (key := known.get(each.pod_key)) else each
-            for each in self.holdings
-        )
-        return replace(self, holdings=holdings)
 
     @cached_property
     def uuids(self) -> frozenset[str]:

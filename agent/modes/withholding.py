@@ -296,20 +296,20 @@ class Lingering:
         owners: Owners,
         record: Cell[Any],
         departed: Departed | None = None,
-        left_behind: Callable[[], Mapping[str, Collection[str]]] = dict,
+        left_behind: dict[str, frozenset[str]] | None = None,
     ) -> None:
         """`holders`: GPUs by the UIDs of the pods that hold them. `processes` leaves out what cannot be read.
 
-        `left_behind`: others that pods which have gone may have got; each is handed out once. `owners`
-        blocks. `record` is published when `holders` change. `departed` None: nobody is looked for whom this
-        process has not seen.
+        `left_behind`: those that pods had, or may have got, which have gone since the last look; each look
+        takes them out. `owners` blocks. `record` is published when `holders` change. `departed` None: nobody
+        is looked for whom this process has not seen.
         """
         self._holders = holders
         self._processes = processes
         self._owners = owners
         self._record = record
         self._departed = departed
-        self._left_behind = left_behind
+        self._left_behind = {} if left_behind is None else left_behind
         self._recalled: set[str] = set()
         self._doubted: dict[str, set[str]] = {}  # GPUs by UIDs of pods that nobody knows, and that may live
         self._may_be: dict[str, set[Hashable]] = {}  # the pods that these may have been, by their UIDs
@@ -324,11 +324,12 @@ class Lingering:
     @property
     def unsettled(self) -> frozenset[str]:
         """GPUs of which a holder has ended, by the record of now, and whose processes may be there still."""
-        return frozenset(self._ended()) | self._left.keys() | self._unread
+        return frozenset(self._ended()).union(self._left, self._unread, *self._left_behind.values())
 
     def ended(self, gpu: str) -> frozenset[str]:
         """UIDs of pods that have held a GPU, and may have processes on it still."""
-        return frozenset(self._left.get(gpu, ())) | self._ended().get(gpu, set())
+        gone = {uid for uid, gpus in self._left_behind.items() if gpu in gpus}
+        return frozenset(self._left.get(gpu, ())) | self._ended().get(gpu, set()) | gone
 
     async def run(self) -> None:
         """Look at each change of the record, and again while somebody stays; for ever."""
@@ -365,9 +366,10 @@ class Lingering:
         before = self.found, self.unsettled
         for gpu, uids in self._ended().items():
             self._left.setdefault(gpu, set()).update(uids)
-        for uid, gpus in self._left_behind().items():
+        for uid, gpus in self._left_behind.items():
             for gpu in gpus:
                 self._leave(gpu, {uid})
+        self._left_behind.clear()
         self._before = held = self._holders()
         # Anybody may make pods that come and go in a moment: all GPUs are looked at once for many of them.
         rested = anyio.current_time() - self._swept >= LOOK_SECONDS
@@ -388,7 +390,7 @@ class Lingering:
             self.looks.publish(self.looks.value + 1)
 
     def _leave(self, gpu: str, uids: Collection[str]) -> None:
-        """Pods that no record has shown on this GPU may have left processes there."""
+        """Pods may have left processes on this GPU."""
         left = self._left.setdefault(gpu, set())
         left.update(uids if len(left) < MOST_LEFT else ())
 

@@ -14,7 +14,16 @@ import structlog
 from agent.holdings.holdings import HoldingsWatch
 from agent.kit.tasks import Backoff, beside
 from agent.kubelet.podresources import PATIENCE_SECONDS, PodResourcesUnavailable
-from agent.model.holding import Holder, PairHoldings, PairMember, Record, Reservation, Source
+from agent.model.holding import (
+    Holder,
+    Holding,
+    PairHoldings,
+    PairMember,
+    Record,
+    Reservation,
+    Source,
+    nameless,
+)
 from agent.model.modes import ResourcePair
 from agent.model.pod import (
     STATIC_PODS,
@@ -94,6 +103,11 @@ def askers(
     """
     resource = resource_of(pair, member)
     had = {(one.pod.uid, one.holder.container): member in one.granted for one in reservations if one.granted}
+    # The checkpoint has UIDs alone: the names may be those of a pod that this call has read.
+    unnamed: dict[PodKey, list[Holding]] = {}
+    for each in record.holdings if record else ():
+        if not each.namespace:
+            unnamed.setdefault(each.pod_key, []).append(each)
     found, going = list[Asker](), list[Asker]()
     for pod in pods:
         if pod.finished or (record and pod.key not in (record.newcomers if pod.ending else record.pods)):
@@ -102,7 +116,7 @@ def askers(
         # Containers before one that holds the resource were served.
         holding = {
             each.container
-            for each in held.by_pod.get(pod.key, ())
+            for each in (*held.by_pod.get(pod.key, ()), *unnamed.get(nameless(pod.uid), ()))
             if each.resource == resource and each.source is not Source.FORGOTTEN
         }
         first = max((n for n, each in enumerate(wanting, 1) if each.name in holding), default=0)
@@ -391,8 +405,6 @@ class RequesterResolver:
                     read = self._source.fetch if key in old else self._source.get
                     group.start_soon(asked.ask, key, key, read)
         fresh = {key: pod for key in missing if isinstance(pod := asked.pods[key], Pod)}
-        # What a pod of the checkpoint holds, which has UIDs alone, may be had by one of these.
-        record = record.named({pod.uid: key for key, pod in fresh.items()})
         absent = frozenset(key for key in missing if asked.pods[key] is None)
         return Facts(record, {**pods, **fresh}, frozenset(missing - fresh.keys() - absent), absent)
 

@@ -297,18 +297,6 @@ async def test_a_checkpoint_that_was_read_for_no_answer_is_not_known(
     assert await node.held() == {("pod with UID u", "main", A)}
 
 
-async def test_what_the_checkpoint_alone_has_gets_names_for_one_call(node: Node) -> None:
-    """A later pod of that name is another: nothing of an answer outlives the call."""
-    node.complete = False
-    node.kubelet.pods = {"trains": {"main": ""}}
-    node.kubelet.records(("u", "prepare", A))
-    record = await node.watch.look()
-    assert record.named({"v": ("ns", "trains")}) is record
-    named = record.named({"u": ("ns", "trains"), "v": ("ns", "other")})
-    assert [each.pod_key for each in named.holdings] == [("ns", "trains")]
-    assert await node.held() == {("pod with UID u", "prepare", A)}
-
-
 async def test_one_that_was_dropped_while_others_were_asked_after_is_held_until_the_kubelet_speaks(
     node: Node,
 ) -> None:
@@ -329,10 +317,10 @@ async def test_one_that_was_dropped_while_others_were_asked_after_is_held_until_
     await node.watch._ask_after({}, ())
     assert node.watch.gpus_by_pod() == {"u": frozenset({A})}
     assert node.watch.newest.unfinished == before
-    assert not node.watch.take_left_behind()
+    assert not node.watch.left_behind
     node.kubelet.pods = {}
     heard = node.watch.holders.version
     await node.watch.look()
     assert node.watch.holders.version > heard
     assert node.watch.gpus_by_pod() == {}
-    assert node.watch.take_left_behind() == {"u": frozenset({B})}
+    assert node.watch.left_behind == {"u": frozenset({A, B})}

@@ -27,7 +27,7 @@ class Host(Node):
             self._processes,
             lambda pids: {pid: ContainerRef("u", "") for pid in pids},
             self.watch.holders,
-            left_behind=self.watch.take_left_behind,
+            left_behind=self.watch.left_behind,
         )
 
     async def _processes(self, gpus: Collection[str]) -> Mapping[str, Collection[int]]:
@@ -71,7 +71,7 @@ async def test_so_it_is_where_the_api_server_says_first_that_the_pod_has_gone(ho
         del host.pods["u"]
         host.changes.publish(None)
         await anyio.wait_all_tasks_blocked()
-        assert not host.watch.take_left_behind()  # the kubelet lists it still
+        assert not host.watch.left_behind  # the kubelet lists it still
         host.kubelet.pods = {}
         host.kubelet.records()
         assert await host.looked() == {B}
@@ -81,10 +81,24 @@ async def test_so_it_is_where_the_api_server_says_first_that_the_pod_has_gone(ho
 @pytest.mark.parametrize("odd", [f"{B}::3", "vcuda-core-17", "GPU-x::::", ""])
 async def test_an_id_of_another_plugin_ends_no_reading(host: Host, odd: str) -> None:
     host.given |= {odd}
+    host.watch.gpus = lambda: (A, B)
     host.kubelet.pods = {}
     host.kubelet.records()
-    assert B in await host.looked()
-    assert await host.held() == set()
+    assert await host.looked() == {B}
+
+
+async def test_what_a_pod_had_between_two_looks_is_withheld_while_its_process_stays(host: Host) -> None:
+    """A look may take as long as a driver that hangs: two readings come in its course."""
+    host.given = frozenset()
+    host.kubelet.pods = {"trains": {"main": A, "second": B}}
+    host.kubelet.records(("u", "main", A), ("u", "second", B))
+    await host.held()
+    host.kubelet.pods = {}
+    host.kubelet.records()
+    await host.held()
+    assert host.lingering.unsettled == {A, B}
+    assert host.lingering.ended(B) == {"u"}
+    assert await host.looked() == {B}
 
 
 async def test_a_pod_that_goes_while_nothing_is_handed_out_leaves_nothing_behind(host: Host) -> None:
@@ -97,6 +111,6 @@ async def test_a_pod_that_goes_while_nothing_is_handed_out_leaves_nothing_behind
 async def test_many_of_them_cost_bounded_memory_while_the_gpu_cannot_be_read(host: Host) -> None:
     del host.pids[B]
     left = {f"uid-{number}": frozenset({B}) for number in range(3 * MOST_LEFT)}
-    host.watch._left_behind = left
+    host.watch.left_behind.update(left)
     assert await host.looked() == {B}
     assert len(host.lingering.ended(B)) == MOST_LEFT
