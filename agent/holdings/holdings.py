@@ -145,15 +145,16 @@ class HoldingsWatch:
         vanished, self._vanished = self._vanished, set()
         return vanished
 
-    def _note_gone(self, before: Collection[str], after: Collection[str]) -> bool:
-        """Whether pods, by UID, leave the record by a change; to be called before that is kept.
+    def _note_gone(self, before: Collection[str], after: Collection[str], new: Record) -> bool:
+        """Whether pods, by UID, leave the record by a change to a `new` one; called before that is kept.
 
-        One may have got what was handed out after the reading that showed it.
+        One may have got what was handed out after the reading that showed it, and nobody has by this one.
         """
         gone = frozenset(before).difference(after)
         if gone:
             held = self.gpus_by_pod()
             ids = frozenset[str]().union(*(each() for each in self.given))
+            ids = ids.difference(*(each.ids for each in new.holdings)) if ids else ids
             given = self._whole(frozenset(text.partition(SEPARATOR)[0] for text in ids))
             if self.gpus:
                 given &= frozenset(self.gpus())  # a kubelet may ask for IDs of a plugin before this one
@@ -289,7 +290,7 @@ class HoldingsWatch:
                 record, record.listed, record.entries, view, same_kubelet=True, fresh=False, over=over
             )
             left = {uid: before[uid] for uid in doubted & before.keys() - record.pods.keys()}
-            self._note_gone(before, left.keys() | record.pods.keys())
+            self._note_gone(before, left.keys() | record.pods.keys(), record.joined)
             self._doubted = left
             # Units that were granted a moment ago are in no record yet: pairing drops them by the UID.
             unfinished = record.joined.unfinished | doubted
@@ -401,7 +402,7 @@ class HoldingsWatch:
             record = join(before, before.listed, before.entries, view, same_kubelet=True, fresh=False)
             # `_follow_pods` may not have heard of those yet whose objects are gone, and these run.
             dropped = before.pods.keys() - record.pods.keys() - view.pods.keys() - frozenset(view.over)
-            if self._note_gone(before.pods, dropped | record.pods.keys()):
+            if self._note_gone(before.pods, dropped | record.pods.keys(), record.joined):
                 self.holders.publish(self.holders.value + 1)
             self._doubted = {**self._doubted, **{uid: before.pods[uid] for uid in dropped}}
             ended = record.joined.ended | before.joined.ended
@@ -421,7 +422,7 @@ class HoldingsWatch:
         if listed.began >= self._record.listed.began:
             if not record.outlived <= self._record.outlived:
                 self.allocated()  # as after an Allocate: nothing else says when these pods have ended
-            gone = self._note_gone({**self._doubted, **self._record.pods}, record.pods)
+            gone = self._note_gone({**self._doubted, **self._record.pods}, record.pods, record.joined)
             # Those that a kubelet that has just started has not heard of yet may come again.
             unheard = self._unshown.keys() - (self._record.joined.pods if same else ())
             self._record, self._answered_by, self._doubted = record, kubelet, {}

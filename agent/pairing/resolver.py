@@ -103,7 +103,8 @@ def askers(
     """
     resource = resource_of(pair, member)
     had = {(one.pod.uid, one.holder.container): member in one.granted for one in reservations if one.granted}
-    # The checkpoint has UIDs alone: the names may be those of a pod that this call has read.
+    # The checkpoint has UIDs alone: the names may be those of a pod that this call has read. Of others than
+    # plain init containers the kubelet's list says more.
     unnamed: dict[PodKey, list[Holding]] = {}
     for each in record.holdings if record else ():
         if not each.namespace:
@@ -114,9 +115,11 @@ def askers(
             continue
         wanting = [each for each in pod.containers if each.limits.get(resource)]
         # Containers before one that holds the resource were served.
+        plain = {each.name for each in wanting if each.stage is Stage.INIT}
+        inits = (each for each in unnamed.get(nameless(pod.uid), ()) if each.container in plain)
         holding = {
             each.container
-            for each in (*held.by_pod.get(pod.key, ()), *unnamed.get(nameless(pod.uid), ()))
+            for each in (*held.by_pod.get(pod.key, ()), *inits)
             if each.resource == resource and each.source is not Source.FORGOTTEN
         }
         first = max((n for n, each in enumerate(wanting, 1) if each.name in holding), default=0)

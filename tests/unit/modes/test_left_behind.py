@@ -87,6 +87,14 @@ async def test_an_id_of_another_plugin_ends_no_reading(host: Host, odd: str) -> 
     assert await host.looked() == {B}
 
 
+async def test_what_another_has_by_the_same_reading_was_not_got_by_one_that_goes(host: Host) -> None:
+    del host.pids[B]  # of which the driver says nothing now
+    host.kubelet.pods = {"next": {"main": B}}
+    host.kubelet.records(("v", "main", B))
+    assert not await host.looked()
+    assert not host.lingering.unsettled
+
+
 async def test_what_a_pod_had_between_two_looks_is_withheld_while_its_process_stays(host: Host) -> None:
     """A look may take as long as a driver that hangs: two readings come in its course."""
     host.given = frozenset()

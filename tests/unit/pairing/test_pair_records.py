@@ -215,6 +215,22 @@ async def test_what_a_pod_has_that_was_read_within_the_call_is_its_own_though_it
         held["main", resource_of(VGPU, member)] = ids
 
 
+@pytest.mark.parametrize("blocks", [6, 8])
+async def test_what_the_list_of_the_kubelet_lacks_is_not_had_by_its_checkpoint(blocks: int) -> None:
+    """A kubelet that started has freed the first container's units, and written nothing since."""
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    begun = pod("begun", share("first", 40, 6), share("second", 40, blocks))
+    await kubelet.admit(begun)
+    file = {place: ids for place, ids in kubelet.checkpoint().items() if place[1] == "first"}
+    kubelet.taken_up[begun.key].held.clear()
+    kubelet.api[begun.key] = begun
+    kubelet.start_agent()
+    kubelet.heard, kubelet.cached = {begun.key}, False
+    kubelet._view, kubelet.checkpoint = View, lambda: file  # type: ignore[method-assign]
+    memory = next(ids for (_, _, name), ids in file.items() if name == VGPU.memory)
+    assert (await kubelet.pairing.allocate(PairMember.MEMORY, tuple(memory))).container == "first"
+
+
 async def test_units_of_a_lost_gpu_are_withheld_for_nobody() -> None:
     """Storm 1000057: the kubelet was taken to keep for its pods what the checkpoint still names."""
     kubelet = KubeletModel(gpus=2, blocks=40)
