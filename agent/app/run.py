@@ -25,6 +25,7 @@ from agent.kit.tasks import FatalError, Supervisor
 from agent.kubelet.podresources import PodResources
 from agent.node.conditions import node_events
 from agent.node.forget import forget
+from agent.node.withdrawal import STOP_SECONDS
 from agent.nvml.event_watch import WorkerThread
 from agent.nvml.port import NvmlPort
 from agent.settings import Settings
@@ -99,9 +100,10 @@ async def running(
                         if agent and agent.node:
                             with anyio.CancelScope(shield=True):
                                 gives_back = agent.node.report.nothing_to_give_back
+                                until = anyio.current_time() + STOP_SECONDS
                                 await agent.node.withdrawals.stop(agent.switcher.close)
                                 if agent.door:
-                                    await agent.door.closed()
+                                    await agent.door.closed(until)
                         withdrawn()
                         inner.cancel_scope.cancel()
             outer.cancel_scope.cancel()

@@ -113,10 +113,13 @@ class DraDoor:
         ]
         return [*found, Task("dra nudges", self._nudges.run)] if self._nudges_wanted else found
 
-    async def closed(self) -> None:
-        """Return once no more claims come to devices whose agent stops; bounded in time."""
+    async def closed(self, until: float) -> None:
+        """Return once no more claims come to devices whose agent stops; bounded in time.
+
+        `until`: by when at the latest, by the clock of the loop; what is over by then gets no time.
+        """
         if self.requests.listed.value:
-            await self.publisher.tainted(STOPPING_SECONDS)
+            await self.publisher.tainted(min(STOPPING_SECONDS, until - anyio.current_time()))
 
     async def _keep(self) -> None:
         """Keep the ledger true to the kubelet's record, for ever, however often claims come and go."""

@@ -1,9 +1,13 @@
 """The door's own tasks."""
 
-import anyio
+from typing import cast
 
-from agent.dra.door import LOOK_SECONDS, DraDoor
+import anyio
+import pytest
+
+from agent.dra.door import LOOK_SECONDS, STOPPING_SECONDS, DraDoor
 from agent.dra.ledger import ClaimLedger
+from agent.dra.publisher import SlicePublisher
 from agent.modes.desired import ClaimRequests
 from tests.unit.dra.test_ledger import claim, over, taken
 from tests.virtual_time import in_virtual_time
@@ -47,3 +51,28 @@ async def test_daemons_that_cool_have_the_record_read_no_oftener() -> None:
         assert not door.readings
         assert door.ledger.cool() is None
         group.cancel_scope.cancel()
+
+
+class Mute:
+    """A publisher whose slices are never written: the API server is away."""
+
+    async def tainted(self, seconds: float) -> None:
+        with anyio.move_on_after(seconds):
+            await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize(("left", "waits"), [(5.0, STOPPING_SECONDS), (0.25, 0.25), (-1.0, 0.0)])
+def test_an_agent_that_took_long_to_withdraw_waits_no_longer_for_its_devices(
+    left: float, waits: float
+) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        door = Keeper(keep=0.5)
+        door.requests = ClaimRequests()
+        door.requests.listed.publish(frozenset({"GPU-a"}))
+        door.publisher = cast("SlicePublisher", Mute())
+        began = anyio.current_time()
+        await door.closed(began + left)
+        assert anyio.current_time() - began == pytest.approx(waits)
+
+    run()
