@@ -80,7 +80,7 @@ class Isolation:
         self._unmended: set[str] = set()  # folders of these whose limits may be others than they stand for
         self._outdated = True  # there may be copies of nobody's: an agent before was killed as it made one
         self._born: dict[str, float] = {}  # folders, and since when they are known
-        self._inherited: set[str] = set()  # folders of before, whose containers no record has shown yet
+        self._unseen: set[str] = set()  # those whose containers no record has shown yet
         self._turn = anyio.Lock()  # no folder is removed while one of the same units is made
         self._keys: dict[int, tuple[Holding, str]] = {}
         self._grown: tuple[Mapping[str, ContainerLimits], Mapping[str, frozenset[str]]] = ({}, {})
@@ -118,7 +118,7 @@ class Isolation:
         found, unread = await anyio.to_thread.run_sync(self._found, abandon_on_cancel=True)
         self._strays = unread.union(self._removed)  # of the latter the copies are kept
         self._born = dict.fromkeys((*found, *unread), self._clock())
-        self._inherited = set(found)
+        self._unseen = set(found)
         self.containers.publish(MappingProxyType(found))
         self.refusing = await anyio.to_thread.run_sync(self._keep_up, found, abandon_on_cancel=True)
         log.info(
@@ -219,9 +219,8 @@ class Isolation:
         """Remove folders of containers that are gone now; while nobody can say which, all stay.
 
         One whose pod lives by the API server stays, too, though no record shows it: a kubelet that has just
-        started may not have heard of it. So do those of before that no record has shown, and those whose name
-        the kubelet lists, while the API server does not say. What is missing of a container that is held is
-        made again.
+        started may not have heard of it. So do those that no record has shown, and those whose name the
+        kubelet lists, while the API server does not say. What one that is held lacks is made again.
         """
         record = self._record.value
         if record is None:
@@ -237,15 +236,15 @@ class Isolation:
             for key, limits in known.items()
             if limits.about.uid in record.ended and names[key] not in record.pods
         }
-        self._inherited -= held
+        self._unseen &= self._born.keys() - held
         # A kubelet that lost its checkpoint lists what it runs, and not what that holds.
         lives = {
             key
             for key, limits in known.items()
-            if limits.about.uid in record.unfinished or names[key] in record.unshown
+            if limits.about.uid in record.unfinished
+            or names[key] in record.unshown
+            or (record.away and key in self._unseen)
         }
-        if record.away:
-            lives |= self._inherited
         gone = [
             key
             for key, born in self._born.items()
@@ -342,6 +341,7 @@ class Isolation:
         async with self._turn:
             # Before: a call that is cut off leaves a folder that is to go, too.
             self._born[key] = self._clock()
+            self._unseen.add(key)
             context = self.contexts.of(about.gpu, about.memory_bytes)
             if before := self.containers.value.get(key):
                 self._outdated, about = True, about.with_earlier(before.about)

@@ -265,17 +265,18 @@ async def test_limits_stay_while_the_container_runs(node: Node) -> None:
     assert await node.folders() == []
 
 
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("known", ["listed", "before", "just granted"])
 async def test_limits_stay_while_neither_record_nor_api_server_says_whose_they_are(
-    node: Node, listed: bool
+    node: Node, known: str
 ) -> None:
     """The kubelet has lost its checkpoint, and the API server is away."""
+    listed = known == "listed"
     await node.isolation.start()
     await node.isolation.admit(request("a"))
     if listed:  # by its name, without units that it had
         node.holding(("a", units()))
         await node.isolation.tidy()
-    else:
+    elif known == "before":
         await node.agent().start()
     node.now += 2 * GRACE_SECONDS
     names = (("default", "a", "main"),) if listed else ()
