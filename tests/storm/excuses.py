@@ -12,7 +12,7 @@ import anyio
 
 from agent.app.agent import Agent
 from agent.inventory.snapshot import GpuState
-from agent.model.health import PROBE_QUIET_SECONDS, HealthState, Rules
+from agent.model.health import LOST_QUIET_SECONDS, HealthState, Rules
 from agent.model.modes import Mode
 from tests.storm import seams
 from tests.storm.holders import MODES
@@ -40,7 +40,8 @@ UNDER_WAY = ("agent", "kubelet", "mode")
 SLOW_SECONDS = 0.2  # beyond which a reading is late
 HURT_SECONDS = 420.0  # after an Xid or a return, for which a GPU may be unhealthy: `liveness.CALM_SECONDS`
 MET_SECONDS = 5.0  # after which an agent has seen that NVML works again
-PROBED_SECONDS = PROBE_QUIET_SECONDS + 10.0  # after NVML has failed: until it is probed, and the probation
+# After NVML has failed: until it is probed, and the probation of a GPU that it did not list, or lost.
+PROBED_SECONDS = LOST_QUIET_SECONDS + 10.0
 
 
 @dataclass
