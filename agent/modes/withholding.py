@@ -14,18 +14,15 @@ import structlog
 
 from agent.cluster.api import now
 from agent.cluster.node import OwnNode
-from agent.holdings.strangers import strangers_by_gpu
 from agent.inventory.snapshot import Snapshot
 from agent.kit import files
 from agent.kit.files import read_text
 from agent.kit.tasks import Cell
 from agent.model.cgroup import ContainerRef
 from agent.model.gpu import Gpu
-from agent.model.holding import Record
-from agent.model.modes import GpuMode, Mode, Offering
+from agent.model.holding import Holding, Record
+from agent.model.modes import PREFIXES, BadDeviceId, GpuMode, Mode, Offering, parse
 
-# GPUs that are offered in no mode: a person has cordoned them, or somebody is on them whom nothing explains.
-#
 # Those that are cordoned drain, and stay off until they are let back.
 #
 # A node annotation names them, by hand or by `gpu-node-agent cordon`: `gpu-node-agent.io/cordon: "3,
@@ -124,6 +121,37 @@ def _line(text: object) -> str:
 # GPUs that are offered in no mode because somebody is on them whom the record does not explain: pure.
 
 Withheld = Mapping[str, str]  # why, by UUID
+
+
+def strangers_by_gpu(pods: Record, gpus: Mapping[int, str]) -> dict[str, tuple[Holding, str]]:
+    """A holding, and the device ID in it that no resource of this agent uses, of each GPU that has one.
+
+    Such are the replicas of NVIDIA's plugin (`GPU-...::3`), which this agent did not hand out. `gpus`: the
+    UUIDs of the node's GPUs by index, by which that plugin may call whole ones.
+    """
+    found: dict[str, tuple[Holding, str]] = {}
+    known = frozenset(gpus.values())
+    for holding in pods.holdings:
+        if holding.readable and holding.gpus <= known:
+            continue
+        ours = holding.resource.startswith("nvidia.com/gpu")
+        for text in holding.ids:
+            gpu = _gpu_of_stranger(text, gpus) if text.startswith(PREFIXES) or ours else None
+            if gpu and gpu not in found:
+                found[gpu] = (holding, text)
+    return found
+
+
+def _gpu_of_stranger(text: str, gpus: Mapping[int, str]) -> str | None:
+    """The GPU of a device ID that cannot be read; None: it can be, or is of none of these."""
+    if text.isascii() and text.isdecimal() and len(text) < 4:
+        return gpus.get(int(text))
+    named = [uuid for uuid in gpus.values() if text.startswith(uuid) and not text[len(uuid) :][:1].isalnum()]
+    try:
+        known = parse(text).gpu in gpus.values()
+    except BadDeviceId:
+        known = False
+    return None if known or not named else max(named, key=len)
 
 
 def held_by_strangers(pods: Record, gpus: Mapping[str, Gpu]) -> Withheld:

@@ -11,10 +11,10 @@ import pytest
 from agent.holdings import holdings as holdings_module
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import Entries
-from agent.holdings.strangers import strangers_by_gpu
 from agent.kubelet.podresources import PodResourcesUnavailable
 from agent.model.holding import Holding, Record
 from agent.model.modes import DeviceId, Mode, parse
+from agent.modes.withholding import strangers_by_gpu
 from tests.component.kubelet_room.parts import eventually
 from tests.unit.holdings.record_node import Node
 from tests.virtual_time import in_virtual_time
@@ -105,7 +105,7 @@ def test_ids_are_taken_apart_once_while_their_holding_stays(monkeypatch: pytest.
         taken.append(text)
         return parse(text)
 
-    for module in ("agent.model.holding", "agent.holdings.strangers"):
+    for module in ("agent.model.holding", "agent.modes.withholding"):
         monkeypatch.setattr(f"{module}.parse", counted)
     held = _held(*(f"{A}::c{n}" for n in range(3)), resource="tencent.com/vcuda-core")
     for record in (_listed(held), _listed(held, _held(B, resource="other"))):
