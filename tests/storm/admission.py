@@ -67,8 +67,8 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
     def free_inactive(self: DeviceManager) -> None:
         now, entries = anyio.current_time(), list(self.tables.pods.entries())
         free(self)
-        _forget(freed)
-        _forget(turned_away)
+        _recent(freed)
+        _recent(turned_away)
         if len(entries) != len(list(self.tables.pods.entries())):
             freed.append((now, entries))
 
@@ -80,10 +80,11 @@ def observe(world: World, excuses: Excuses, found: Callable[[str], None]) -> Cal
             *([offered[pod.uid]] if pod.uid in offered else []),
         ]
         # What pods that have just ended held may not be back on the agent's lists.
-        now, late = anyio.current_time(), freed if any(map(message.__contains__, NOT_LISTED)) else ()
-        views += [_used(world, held, pod.uid) for since, held in late if now - since <= OFFER_SECONDS]
-        views.append(_used(world, _with_turned_away(entries, turned_away), pod.uid))
-        turned_away.append((now, [each for each in entries if each[0] == pod.uid]))
+        late = _recent(freed) if any(map(message.__contains__, NOT_LISTED)) else ()
+        views += [_used(world, held, pod.uid) for held in late]
+        views.append(_used(world, _with_turned_away(entries, _recent(turned_away)), pod.uid))
+        given = [each for each in entries if each[0] == pod.uid]
+        turned_away.append((anyio.current_time(), given))
         excuses.note()
         lists = listed if pod.uid in offered else self.devices.tables.healthy
         judged = Judged(world, excuses, pod, message, lists)
@@ -320,18 +321,18 @@ def _used(world: World, entries: Iterable[Entry], but: str) -> Used:
     return found
 
 
-def _forget(past: deque[tuple[float, list[Entry]]]) -> None:
+def _recent(past: deque[tuple[float, list[Entry]]]) -> list[list[Entry]]:
+    """Drop all that is older than OFFER_SECONDS, and return the rest, the oldest first."""
     while past and anyio.current_time() - past[0][0] > OFFER_SECONDS:
         past.popleft()
+    return [entries for _, entries in past]
 
 
-def _with_turned_away(entries: Iterable[Entry], past: Iterable[tuple[float, list[Entry]]]) -> Iterable[Entry]:
+def _with_turned_away(entries: Iterable[Entry], recent: Iterable[Iterable[Entry]]) -> Iterable[Entry]:
     """The agent takes a pod that was rejected a moment ago for a holder until it hears of the end.
 
     So long its lists lack what is of no use beside that one.
     """
-    now = anyio.current_time()
-    recent = (held for since, held in past if now - since <= OFFER_SECONDS)
     return {each[:3]: each for each in chain(entries, *recent)}.values()
 
 
