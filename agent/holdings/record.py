@@ -80,9 +80,8 @@ class Checkpoint:
             self.stamp, self.entries = None, {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self.stamp = UNREAD
-            raise CheckpointUnreadable(
-                f"the kubelet's checkpoint {self._file} is not readable: {error}"
-            ) from error
+            text = f"the kubelet's checkpoint {self._file} is not readable: {error}"
+            raise CheckpointUnreadable(text) from error
         return self.entries
 
 
@@ -91,8 +90,6 @@ def _entry(raw: bytes) -> tuple[_Place, frozenset[str]]:
     ids = frozenset[str]().union(*(each.device_ids or {}).values())
     return (each.pod_uid, each.container_name, each.resource_name), ids
 
-
-# The one record of who holds what: PodResources, joined with the kubelet's checkpoint. Pure.
 
 PodKey = tuple[str, str]  # namespace, name
 Place = tuple[str, str]  # container, resource
@@ -216,6 +213,8 @@ def join(
     absent = keys - view.names
     unseen = unnamed & absent
 
+    replaced = _replaced(view, listed, by_pod, named, written if fresh and read and same_kubelet else ())
+
     def handed_on(pod: PodEvidence) -> bool:
         """Whether the kubelet lists any of its units for another one."""
         held = frozenset[str]().union(*(each.id_set for each in pod.holdings.values()))
@@ -224,7 +223,7 @@ def join(
     def lives(uid: str, pod: PodEvidence) -> bool:
         if uid in named and (fresh or uid in before.outlived or uid in view.over):
             return True  # who was asked after was not listed then, and is by now
-        if uid in view.over or (pod.watched and view.ended(uid)):
+        if uid in replaced or uid in view.over or (pod.watched and view.ended(uid)):
             return False
         if pod.key in keys or uid in view.contested:
             return True  # a pod's devices are not given away because somebody contests its UID
@@ -241,23 +240,15 @@ def join(
     outlived: set[str] = set()
     ended: set[int] = set()  # listed holdings of pods that are over
     hidden: list[Holding] = []
+    torn = fresh and not read
     for uid, held in by_pod.items():
         earlier, known = before.pods.get(uid, UNKNOWN), view.pods.get(uid)
         key = known.key if known else named.get(uid, earlier.key)
         found = matches.get(uid, {})
-        bare = key in keys
+        bare, called = key in keys, key or nameless(uid)
         holdings = {
             place: found.get(place)
-            or _unlisted(
-                earlier,
-                key,
-                uid,
-                place,
-                ids,
-                known=(uid, *place) in written,
-                bare=bare,
-                doubtful=bare and fresh and not read,
-            )
+            or _unlisted(earlier, called, place, ids, known=(uid, *place) in written, bare=bare, torn=torn)
             for place, ids in held.items()
         }
         pod = PodEvidence(key, known is not None or earlier.watched or uid in before.shown, holdings)
@@ -292,20 +283,37 @@ def join(
         leftover=_leftover(() if fresh else before.joined.leftover, by_pod, pods),
         began=listed.began,
         written=listed.written,
+        hidden=tuple(hidden),
         kubelet_since=(before.joined if same_kubelet else listed).kubelet_since,
         uids=_uids(pods),
         unshown=unshown,
         away=view.away,
     )
-    nameless = _nameless(before, by_pod.keys() - view.pods.keys() - named.keys(), listed.began, fresh=fresh)
+    without = _nameless(before, by_pod.keys() - view.pods.keys() - named.keys(), listed.began, fresh=fresh)
     former = {uid: key for uid, key in before.names.items() if uid in by_pod or not (fresh and read)}
     own = {uid: view.pods[uid].key for uid in by_pod if uid in view.pods and view.pods[uid].uid == uid}
     names = {**named, **former, **own}
     shown = (before.shown & former.keys()) | own.keys()
-    heard = frozenset(heard_of)
-    return Evidence(
-        pods, frozenset(outlived), heard, nameless, names, shown, inherited, restarted, lost, listed, joined
-    )
+    heard, late = frozenset(heard_of), frozenset(outlived)
+    return Evidence(pods, late, heard, without, names, shown, inherited, restarted, lost, listed, joined)
+
+
+def _replaced(
+    view: View, listed: Record, by_pod: ByPod, named: Collection[str], written: Collection[_Place]
+) -> set[str]:
+    """UIDs of static pods for whose names the kubelet admits the next ones already, before their mirrors go.
+
+    It lists containers of the name without what it has `written` of theirs. As it frees that it offers it to
+    the next one, and starts that when the last one has ended. One without a mirror may be in admission, when
+    a kubelet may lose for a moment what it has given (kubernetes PR 137534).
+    """
+    unlisted = ((uid, view.pods[uid]) for uid in by_pod.keys() & view.pods.keys() if uid not in named)
+    mirrors = {uid: pod.key for uid, pod in unlisted if pod.uid != uid}
+    return {
+        uid
+        for uid, key in mirrors.items()
+        if any((uid, *place) in written and (*key, place[0]) in listed.containers for place in by_pod[uid])
+    }
 
 
 def _without_forged(view: View, names: Mapping[str, PodKey]) -> View:
@@ -451,24 +459,16 @@ def _forgotten(evidence: Evidence) -> set[tuple[str, str, str]]:
 
 
 def _unlisted(
-    pod: PodEvidence,
-    key: PodKey | None,
-    uid: str,
-    place: Place,
-    ids: frozenset[str],
-    *,
-    known: bool,
-    bare: bool,
-    doubtful: bool,
+    pod: PodEvidence, names: PodKey, place: Place, ids: frozenset[str], *, known: bool, bare: bool, torn: bool
 ) -> Holding:
     """A holding that the kubelet does not list; the same object as before where nothing changed.
 
-    `known`: its checkpoint has it. `bare`: it lists the pod. `doubtful`: and its checkpoint cannot be read
-    now, so that it may have lost what it listed before.
+    `known`: its checkpoint has it. `bare`: it lists the pod. `torn`: its checkpoint cannot be read now, so
+    that it may have lost what it listed before.
     """
-    earlier, names = pod.holdings.get(place), key or nameless(uid)
+    earlier = pod.holdings.get(place)
     was_listed = earlier is not None and earlier.listed
-    known = known and not (doubtful and was_listed)
+    known = known and not (bare and torn and was_listed)
     source = Source.CHECKPOINT if known else Source.FORGOTTEN
     same = earlier and (earlier.namespace, earlier.pod) == names and earlier.id_set == ids
     # One that the kubelet listed before goes on as it was: it will list it again, with its pod.

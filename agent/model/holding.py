@@ -172,6 +172,8 @@ class Record:
     # Pods that the kubelet lists and it does not show now; none where it is not asked.
     unshown: frozenset[tuple[str, str]] = frozenset()
     parents: Mapping[str, str] = field(default_factory=dict)  # instance -> its GPU, both by UUID
+    # Those of the holdings that the kubelet does not list now, of pods that live by what else is known.
+    hidden: tuple[Holding, ...] = field(default=(), compare=False)
     # Pods of which the kubelet may be admitting one. It takes up one after the other: all that were listed
     # before others are admitted by now, or rejected.
     newcomers: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False)

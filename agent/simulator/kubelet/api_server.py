@@ -124,6 +124,20 @@ class Api:
         """Raises ValueError for a name that is taken."""
         if spec.key in self.pods or spec.key in self.manifests:
             raise ValueError(f'pods "{spec.name}" already exists in namespace {spec.namespace}')
+        return self._made(spec)
+
+    def edit_manifest(self, spec: PodSpec) -> Pod:
+        """Another static pod in place of the last one of its name, whose mirror stands until that has ended.
+
+        The file's source makes a removal and an addition of it (`config.go`, `Merge`). Not modelled: its
+        containers wait for the end of the last one's. Raises KeyError where there is none.
+        """
+        last = self.manifests.pop(spec.key)
+        if not last.deleting:
+            last.deleting, last.deleted_at = True, anyio.current_time()
+        return self._made(spec)
+
+    def _made(self, spec: PodSpec) -> Pod:
         uid = uuid.UUID(int=self._rng.getrandbits(128), version=4)
         self._created += 1
         here = self.node_name if spec.node_name or spec.static else None

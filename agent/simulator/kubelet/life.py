@@ -230,9 +230,10 @@ class Life:
 
         Removals come before additions (`pkg/kubelet/config/config.go`, `Merge`).
         """
-        known = (self._api.pods, self._api.manifests)
+        api = self._api
         for pod in self._taken_up():
-            if pod.deleting and all(each.get(pod.spec.key) is not pod for each in known):
+            known = api.manifests if pod.spec.static else api.pods  # mirrors say nothing
+            if pod.deleting and known.get(pod.spec.key) is not pod:
                 del self._pods[pod.uid]
                 left = pod.deleted_at + pod.spec.grace - anyio.current_time()
                 self._unpreparing.add(pod.uid)

@@ -2,10 +2,12 @@
 
 from typing import Any, cast
 
+import anyio
 import anyio.lowlevel
 import msgspec
 import pytest
 
+from agent.cluster.api import ApiError
 from agent.cluster.pods import PodCache
 from agent.holdings.holdings import HoldingsWatch
 from agent.holdings.record import Entries
@@ -15,6 +17,7 @@ from agent.pairing.cluster_pods import ClusterPods
 from agent.pairing.pair_rules import PairRules
 from agent.pairing.pairing import Pairing
 from agent.pairing.resolver import PairRefused, RequesterResolver
+from tests.pods import changed
 from tests.unit.pairing.kubelet_model import KubeletModel, pod, share
 from tests.virtual_time import in_virtual_time
 
@@ -106,6 +109,7 @@ PREPARED = (share("prepare", 20, 5, Stage.INIT), share("main", 20, 5))
         (BARE, "Pending", True),
         (BARE, "Running", True),
         (PREPARED, "Pending", False),
+        (PREPARED, "Pending", True),
         (PREPARED, "Running", True),
     ],
 )
@@ -120,6 +124,113 @@ async def test_the_next_pod_of_a_name_is_served_though_the_checkpoint_names_the_
     assert await node.ask(20) == "uid-2"
     # Once for the one before, once for the next, in each of both calls at most.
     assert len(node.gets) <= 4
+
+
+TWO = (share("side", 20, 5), share("main", 20, 5))
+
+
+@pytest.mark.parametrize("watch", ["broken", "mute", "well again"])
+@in_virtual_time
+async def test_the_next_pod_of_a_name_is_served_in_order_though_the_checkpoint_names_one_refused_midway(
+    watch: str,
+) -> None:
+    """The first container of the one before had its units, the second was refused: so it is with the next."""
+    before, after = bound("uid-1", *TWO), bound("uid-2", *TWO)
+    node = Node(before)
+    if watch == "well again":
+        node.cache.reflector.problem = "interrupted"  # it has never shown the one before
+    else:
+        node.watched(before)
+    units = frozenset(node.free[:20])
+    node.held = [Holding(*before.key, "side", VGPU.core, tuple(units))]
+    node.entries["uid-1", "side", VGPU.core] = units
+    await node.pairing.reconcile()
+    node.cache.reflector.problem = "interrupted" if watch == "broken" else None
+    if watch == "well again":
+        node.watched(after)
+    node.listed, node.held, node.api = (after,), [], {after.key: after}
+    ids = await node.pairing.prefer(PairMember.CORE, 20, node.free)
+    grant = await node.pairing.allocate(PairMember.CORE, ids)
+    assert (grant.pod.uid, grant.container) == ("uid-2", "side")
+    assert len(node.gets) <= 3
+
+
+@in_virtual_time
+async def test_both_halves_of_the_next_pod_of_a_name_are_its_init_containers() -> None:
+    """They were two containers', on two GPUs: only the smaller one fits beside the other pod."""
+    uids = ("uid-1", "uid-2")
+    before, after = (bound(uid, share("prepare", 20, 10, Stage.INIT), share("main", 20, 5)) for uid in uids)
+    other = bind(pod("other", share("main", 10, 25), phase="Running", started=True))
+    node = Node(before, other)
+    first, second = pools = list(KubeletModel(gpus=2).pairing.ledger.pools.values())
+    node.pairing.set_pools(pools)
+    node.watched(before, other)
+    for uid, container, pool, count, blocks in (
+        (other.uid, "main", first, 10, 25),
+        ("uid-1", "prepare", second, 20, 10),
+    ):
+        node.entries[uid, container, VGPU.core] = frozenset(pool.cores[:count])
+        node.entries[uid, container, VGPU.memory] = frozenset(pool.blocks[:blocks])
+    both = ((VGPU.core, first.cores[:10]), (VGPU.memory, first.blocks[:25]))
+    node.held = [Holding(*other.key, "main", resource, ids) for resource, ids in both]
+    await node.pairing.reconcile()
+    node.listed, node.api = (after, other), {after.key: after, other.key: other}
+    grants = []
+    for member, size in ((PairMember.CORE, 20), (PairMember.MEMORY, 10)):
+        held = {each for _, ids in both for each in ids}
+        free = sorted({each for pool in pools for each in pool.ids(member)} - held)
+        ids = await node.pairing.prefer(member, size, free)
+        grants.append(await node.pairing.allocate(member, ids))
+    assert [(each.pod.uid, each.container) for each in grants] == [("uid-2", "prepare")] * 2
+    assert grants[0].gpus == grants[1].gpus
+    assert grants[1].complete
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("ending", [False, True])
+@in_virtual_time
+async def test_one_that_was_rejected_does_not_get_the_share_of_anothers_successor(
+    *, ending: bool, refused: bool
+) -> None:
+    """Kubelets before 1.34 list it on; the watch shows neither its end nor the next pod of the other name."""
+    before, after = bound("uid-1", *BARE, phase="Running", started=True), bound("uid-2", *BARE)
+    waits = bind(pod("waits", *BARE))
+    node = Node(before)
+    node.watched(before)
+    units = frozenset(node.free[:20])
+    node.held = [Holding(*before.key, "main", VGPU.core, tuple(units))]
+    node.entries["uid-1", "main", VGPU.core] = units
+    await node.pairing.reconcile()
+    node.listed = (before, waits)
+    node.watched(bind(changed(before, ending=ending)), waits)
+    await node.pairing.reconcile()
+    if refused:
+        node.pairing.turn_away(waits, "no room")
+    node.listed, node.held = (after, waits), []
+    node.api = {after.key: after, waits.key: changed(waits, phase="Failed")}
+    if refused:
+        assert await node.ask(20) == "uid-2"
+        return
+    with pytest.raises(PairRefused, match="nothing is guessed"):  # it looks like one that asks
+        await node.ask(20)
+
+
+@in_virtual_time
+async def test_a_server_that_does_not_answer_keeps_no_init_containers_heir_waiting() -> None:
+    """Nothing is learnt of the one before it, and it is served as one that waits by the copy."""
+    before = bound("uid-1", *PREPARED)
+    node = Node(before)
+    node.watched(before)
+    node.entries["uid-1", "prepare", VGPU.core] = frozenset(node.free[:20])
+    await node.pairing.reconcile()
+
+    async def away(namespace: str, name: str) -> Pod | None:
+        raise ApiError(f"pod {namespace}/{name}: connection refused")
+
+    node.cache.fetch = away  # type: ignore[method-assign]
+    began = anyio.current_time()
+    assert await node.ask(20) == "uid-1"
+    assert anyio.current_time() - began <= 2.0
 
 
 @pytest.mark.parametrize("last", [False, True])
