@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from agent.model.holding import PairMember
+from agent.model.holding import Holder, PairMember
 from agent.pairing.pair_rules import Grant
 from agent.pairing.pairing import Pairing
 from agent.pairing.resolver import resource_of
@@ -53,6 +53,12 @@ def observe(world: World, found: Callable[[str], None]) -> Callable[[], None]:
         believed = answer.pod.status.phase == "Pending" and mute
         named_so = {(names[uid], container) for uid, container in known}
         if believed and ("/".join(answer.pod.key), answer.container) in named_so:
+            return answer
+        # Nobody can see a static pod in admission without a record: it has no mirror yet.
+        api, holder = world.kubelet.api, Holder(*answer.pod.key, answer.container)
+        unseen = {"/".join(key) for key in api.manifests.keys() - api.pods.keys()}
+        reserved = self.ledger.reservation(holder)
+        if reserved and reserved.blind and not unseen.isdisjoint(names[uid] for uid, _ in known):
             return answer
         by_agent = answer.pod.uid, answer.container
         if by_agent in lost and any(
