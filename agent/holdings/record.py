@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from agent.model.holding import Holding, Record, Source, nameless
-from agent.model.modes import PREFIXES
+from agent.model.modes import PREFIXES, SEPARATOR
 from agent.model.pod import Pod, Stage
 
 # The kubelet's checkpoint of devices: the one record that shows what plain init containers hold.
@@ -94,6 +94,7 @@ def _entry(raw: bytes) -> tuple[_Place, frozenset[str]]:
 PodKey = tuple[str, str]  # namespace, name
 Place = tuple[str, str]  # container, resource
 ByPod = Mapping[str, Mapping[Place, frozenset[str]]]
+Matches = Mapping[str, Mapping[Place, Holding]]  # listed holdings by UID
 IdSets = tuple[frozenset[str], ...]
 NOTHING = Record((), ())
 # A watch that speaks so long after a reading has shown all pods of which that reading can know.
@@ -205,15 +206,16 @@ def join(
     unheard = found_by_it - (before.nameless.keys() - before.pods.keys())
     # Entries of before have what this kubelet has forgotten, too.
     written = entries.keys() if read else entries.keys() - _forgotten(before)
-    matches = _matches(before, listed, by_pod, view, written)
+    matches: Matches = _matches(before, listed, by_pod, view, written)
+    by_it = written if fresh and read and same_kubelet else ()
+    replaced = _replaced(before, view, listed, by_pod, matches, by_it)
+    matches = {uid: found for uid, found in matches.items() if uid not in replaced}
     named = {uid: match.pod_key for uid, found in matches.items() for match in found.values()}
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
     unnamed = keys - alive - set(named.values())
     absent = keys - view.names
     unseen = unnamed & absent
-
-    replaced = _replaced(view, listed, by_pod, named, written if fresh and read and same_kubelet else ())
 
     def handed_on(pod: PodEvidence) -> bool:
         """Whether the kubelet lists any of its units for another one."""
@@ -299,21 +301,24 @@ def join(
 
 
 def _replaced(
-    view: View, listed: Record, by_pod: ByPod, named: Collection[str], written: Collection[_Place]
+    before: Evidence, view: View, listed: Record, by_pod: ByPod, matches: Matches, written: Collection[_Place]
 ) -> set[str]:
     """UIDs of static pods for whose names the kubelet admits the next ones already, before their mirrors go.
 
-    It lists containers of the name without what it has `written` of theirs. As it frees that it offers it to
-    the next one, and starts that when the last one has ended. One without a mirror may be in admission, when
-    a kubelet may lose for a moment what it has given (kubernetes PR 137534).
+    It lists containers of the name without whole GPUs that it has listed of theirs, and has `written`. It
+    offers these to the next one, and starts that when the last one has ended. One without a mirror may be in
+    admission (kubernetes PR 137534). Of shares the next one's spec would have to be known.
     """
-    unlisted = ((uid, view.pods[uid]) for uid in by_pod.keys() & view.pods.keys() if uid not in named)
-    mirrors = {uid: pod.key for uid, pod in unlisted if pod.uid != uid}
-    return {
-        uid
-        for uid, key in mirrors.items()
-        if any((uid, *place) in written and (*key, place[0]) in listed.containers for place in by_pod[uid])
-    }
+    mirrors = {uid: pod.key for uid in by_pod if written and (pod := view.pods.get(uid)) and pod.uid != uid}
+    found, listed_before = set[str](), {id(each) for each in before.listed.holdings if mirrors}
+    for uid, key in mirrors.items():
+        held, ended = before.pods.get(uid, UNKNOWN).holdings, uid not in before.pods and uid in before.names
+        bare = (each for each in by_pod[uid] if each not in matches.get(uid, ()) and (uid, *each) in written)
+        freed = [each for each in bare if (*key, each[0]) in listed.containers]
+        shares = any(SEPARATOR in text for ids in by_pod[uid].values() for text in ids)
+        if not shares and any(ended or id(held.get(each)) in listed_before for each in freed):
+            found.add(uid)
+    return found
 
 
 def _without_forged(view: View, names: Mapping[str, PodKey]) -> View:

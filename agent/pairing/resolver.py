@@ -180,7 +180,6 @@ class _Answers:
     wanted: frozenset[PodKey] = frozenset()
     unseen: frozenset[PodKey] = frozenset()  # by the last record: as `_unseen` beside one that waits
     named: set[PodKey] = field(default_factory=set)  # whose holders it was asked for
-    over: frozenset[PodKey] = frozenset()  # those whose holders were over by its word
     useless: bool = False  # it did answer, with a refusal or what is no pod: that is not waited for
 
     async def ask(self, which: PodKey | str, key: PodKey, read: Callable[..., Awaitable[Pod | None]]) -> None:
@@ -287,8 +286,10 @@ class RequesterResolver:
                 # A listed pod whose known copy, or whose holder, is over may have a namesake by now.
                 facts = await self._of(facts.record, facts.record.pods, member, asked)
                 found = self._askers(member, size, facts, reservations)
-            if len(found) == 1 and (record := await self._without_ended(facts.record, found[0], asked)):
-                facts = await self._of(record, asked.over & record.pods, member, asked)
+            if len(found) == 1 and (
+                record := await self._without_ended(facts.record, found[0], refused, asked)
+            ):
+                facts = await self._of(record, record.pods & asked.named, member, asked)
                 found = self._askers(member, size, facts, reservations)
             if len(found) == 1:
                 before, facts = facts, await self._confirmed(facts, found[0], asked)
@@ -379,25 +380,29 @@ class RequesterResolver:
             record = await self.record(deadline)
         if record is None:
             return await self._by_the_server(asked)
-        shown = {pod.key for pod in self._source.pods_on_node()} - asked.over
+        shown = {pod.key for pod in self._source.pods_on_node()}
         return await self._of(record, record.pods - shown, member, asked)
 
-    async def _without_ended(self, record: Record | None, asker: Asker, asked: _Answers) -> Record | None:
+    async def _without_ended(
+        self, record: Record | None, asker: Asker, refused: Collection[str], asked: _Answers
+    ) -> Record | None:
         """The record, where pods have ended that it names, by the API server's word now; None: none have.
 
         What the one before an asker had would count as had by it, and of a name that is listed without what
         it was listed with the next pod may be asking. Each name once in a call.
         """
-        hidden = record.hidden if record else ()
-        names = {each.pod_key for each in hidden if each.listed or each.pod_key == asker.pod.key}
-        if record is None or not (doubted := record.pods & names - asked.named):
+        if record is None:
+            return None
+        pod = asker.pod
+        # Plain init containers' units are never listed: that of the asker's own is asked after on suspicion.
+        suspect = not self._source.current() or pod.uid in refused or record.uids.get(pod.key) != pod.uid
+        own = pod.key if suspect else None
+        hidden = {each.pod_key for each in record.hidden if each.listed or each.pod_key == own}
+        if not (doubted := record.pods & hidden - asked.named):
             return None
         asked.named |= doubted
-        confirmed = await self._record.confirm_names(doubted)
-        if confirmed is None or confirmed.holdings == record.holdings:
-            return None
-        asked.over |= doubted
-        return confirmed
+        confirmed = await self._record.confirm_names(doubted) or record
+        return confirmed if doubted - {each.pod_key for each in confirmed.hidden} else None
 
     async def _of(
         self, record: Record, doubted: frozenset[PodKey], member: PairMember, asked: _Answers

@@ -43,10 +43,15 @@ def test_what_the_last_one_had_is_free_for_the_next(held: Evidence) -> None:
     assert not read(found, replace(BARE, began=3.0)).joined.holdings
 
 
-def test_so_it_is_where_no_reading_had_shown_it_yet() -> None:
-    """The edit came within half a second."""
-    empty = read(Evidence(), Record((), (), began=0.5), entries={}, mirror=False)
-    assert not read(empty, BARE).joined.holdings
+def test_so_it_is_with_the_second_container_when_the_first_has_what_the_last_ones_had() -> None:
+    entries: Entries = {**ENTRIES, (FIRST, "side", GPU): frozenset({"GPU-1"})}
+    names = ((*KEY, "main"), (*KEY, "side"))
+    side = Holding(*KEY, "side", GPU, ("GPU-1",))
+    before = read(Evidence(), Record((*HOLDS.holdings, side), names, began=1.0), entries=entries)
+    found = read(before, Record((), names, began=2.0), entries=entries)
+    assert not found.joined.holdings
+    found = read(found, Record(HOLDS.holdings, names, began=3.0), entries=entries)
+    assert found.joined.holdings == HOLDS.holdings
 
 
 def test_it_is_the_next_ones_when_that_has_it(held: Evidence) -> None:
@@ -62,6 +67,7 @@ def test_it_is_the_next_ones_when_that_has_it(held: Evidence) -> None:
         (BARE, {"same": False, "entries": {}}),
         (BARE, {"torn": True}),
         (Record((), (), began=2.0), {"same": False}),  # not heard of yet
+        (Record((), (*BARE.containers, (*KEY, "other")), began=2.0), {"same": False}),
         (Record((), ((*KEY, "other"),), began=2.0), {}),  # a plain init container's, which no list shows
     ],
 )
@@ -76,3 +82,19 @@ def test_what_one_in_admission_has_is_kept() -> None:
     """It has no mirror yet, and a kubelet may lose what it has just given."""
     before = read(Evidence(), HOLDS, mirror=False)
     assert read(before, BARE, mirror=False).joined.holdings
+
+
+def test_what_a_kubelet_lists_no_more_of_a_share_is_kept() -> None:
+    """The mirror is the last one's, and does not say which container asks next."""
+    core = "tencent.com/vcuda-core"
+    ids = ("GPU-0::c0", "GPU-0::c1")
+    share = Record((Holding(*KEY, "main", core, ids),), HOLDS.containers, began=1.0)
+    entries = {(FIRST, "main", core): frozenset(ids)}
+    before = read(Evidence(), share, entries=entries)
+    assert read(before, BARE, entries=entries).joined.holdings == share.holdings
+
+
+def test_what_a_kubelet_has_never_listed_is_kept(held: Evidence) -> None:
+    """It may have begun without the checkpoint that the agent can read."""
+    found = read(read(held, BARE, same=False), replace(BARE, began=3.0))
+    assert found.joined.holdings

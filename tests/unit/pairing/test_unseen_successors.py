@@ -109,7 +109,6 @@ PREPARED = (share("prepare", 20, 5, Stage.INIT), share("main", 20, 5))
         (BARE, "Pending", True),
         (BARE, "Running", True),
         (PREPARED, "Pending", False),
-        (PREPARED, "Pending", True),
         (PREPARED, "Running", True),
     ],
 )
@@ -174,6 +173,7 @@ async def test_both_halves_of_the_next_pod_of_a_name_are_its_init_containers() -
     both = ((VGPU.core, first.cores[:10]), (VGPU.memory, first.blocks[:25]))
     node.held = [Holding(*other.key, "main", resource, ids) for resource, ids in both]
     await node.pairing.reconcile()
+    node.pairing.turn_away(before, "no room")
     node.listed, node.api = (after, other), {after.key: after, other.key: other}
     grants = []
     for member, size in ((PairMember.CORE, 20), (PairMember.MEMORY, 10)):
@@ -215,22 +215,34 @@ async def test_one_that_was_rejected_does_not_get_the_share_of_anothers_successo
         await node.ask(20)
 
 
+@pytest.mark.parametrize("problem", [None, "interrupted"])
 @in_virtual_time
-async def test_a_server_that_does_not_answer_keeps_no_init_containers_heir_waiting() -> None:
+async def test_a_server_that_does_not_answer_keeps_no_init_containers_heir_waiting(
+    problem: str | None,
+) -> None:
     """Nothing is learnt of the one before it, and it is served as one that waits by the copy."""
-    before = bound("uid-1", *PREPARED)
-    node = Node(before)
-    node.watched(before)
+    before, other = bound("uid-1", *PREPARED), bind(pod("other", *BARE, phase="Running", started=True))
+    node = Node(before, other)
+    node.watched(before, other)
     node.entries["uid-1", "prepare", VGPU.core] = frozenset(node.free[:20])
+    units = frozenset(node.free[20:40])
+    node.entries[other.uid, "main", VGPU.core] = units
+    node.held = [Holding(*other.key, "main", VGPU.core, tuple(units))]
     await node.pairing.reconcile()
+    node.cache.reflector.problem = problem
 
     async def away(namespace: str, name: str) -> Pod | None:
+        node.gets.append((namespace, name))
+        await anyio.sleep(0.5)
+        node.watched(before)  # the other one ends meanwhile
+        await anyio.sleep(0.5)
         raise ApiError(f"pod {namespace}/{name}: connection refused")
 
     node.cache.fetch = away  # type: ignore[method-assign]
     began = anyio.current_time()
     assert await node.ask(20) == "uid-1"
-    assert anyio.current_time() - began <= 2.0
+    assert anyio.current_time() - began <= (2.1 if problem else 0.0)
+    assert problem or not node.gets
 
 
 @pytest.mark.parametrize("last", [False, True])
