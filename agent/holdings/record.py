@@ -161,6 +161,7 @@ class Evidence:
     # UIDs that a kubelet has lost before it or the watch had shown whether they are over; their names, and
     # since when.
     lost: Mapping[str, tuple[PodKey | None, float]] = field(default_factory=dict)
+    freed: frozenset[str] = frozenset()  # UIDs of static pods whose GPUs the kubelet gives to the next ones
     listed: Record = NOTHING  # the kubelet's last answer, without devices of pods that have ended since
     joined: Record = NOTHING
 
@@ -207,9 +208,8 @@ def join(
     # Entries of before have what this kubelet has forgotten, too.
     written = entries.keys() if read else entries.keys() - _forgotten(before)
     matches: Matches = _matches(before, listed, by_pod, view, written)
-    by_it = written if fresh and read and same_kubelet else ()
-    replaced = _replaced(before, view, listed, by_pod, matches, by_it)
-    matches = {uid: found for uid, found in matches.items() if uid not in replaced}
+    freed = _freed(before, view, listed, by_pod, matches, written if fresh and read and same_kubelet else ())
+    matches = {uid: found for uid, found in matches.items() if uid not in freed}
     named = {uid: match.pod_key for uid, found in matches.items() for match in found.values()}
     alive = {pod.key for pod in view.pods.values() if not pod.finished and not pod.ending}
     # Listed pods that may be any of those that are known by their UIDs alone.
@@ -225,7 +225,7 @@ def join(
     def lives(uid: str, pod: PodEvidence) -> bool:
         if uid in named and (fresh or uid in before.outlived or uid in view.over):
             return True  # who was asked after was not listed then, and is by now
-        if uid in replaced or uid in view.over or (pod.watched and view.ended(uid)):
+        if uid in freed or uid in view.over or (pod.watched and view.ended(uid)):
             return False
         if pod.key in keys or uid in view.contested:
             return True  # a pod's devices are not given away because somebody contests its UID
@@ -291,34 +291,34 @@ def join(
         unshown=unshown,
         away=view.away,
     )
-    without = _nameless(before, by_pod.keys() - view.pods.keys() - named.keys(), listed.began, fresh=fresh)
+    mute = _nameless(before, by_pod.keys() - view.pods.keys() - named.keys(), listed.began, fresh=fresh)
     former = {uid: key for uid, key in before.names.items() if uid in by_pod or not (fresh and read)}
     own = {uid: view.pods[uid].key for uid in by_pod if uid in view.pods and view.pods[uid].uid == uid}
     names = {**named, **former, **own}
     shown = (before.shown & former.keys()) | own.keys()
     heard, late = frozenset(heard_of), frozenset(outlived)
-    return Evidence(pods, late, heard, without, names, shown, inherited, restarted, lost, listed, joined)
+    return Evidence(pods, late, heard, mute, names, shown, inherited, restarted, lost, freed, listed, joined)
 
 
-def _replaced(
+def _freed(
     before: Evidence, view: View, listed: Record, by_pod: ByPod, matches: Matches, written: Collection[_Place]
-) -> set[str]:
+) -> frozenset[str]:
     """UIDs of static pods for whose names the kubelet admits the next ones already, before their mirrors go.
 
-    It lists containers of the name without whole GPUs that it has listed of theirs, and has `written`. It
-    offers these to the next one, and starts that when the last one has ended. One without a mirror may be in
-    admission (kubernetes PR 137534). Of shares the next one's spec would have to be known.
+    It lists the name without what it listed of theirs, and has `written`; it starts the next when they have
+    ended. One without a mirror may be in admission (kubernetes PR 137534). Shares are asked for by a spec.
     """
-    mirrors = {uid: pod.key for uid in by_pod if written and (pod := view.pods.get(uid)) and pod.uid != uid}
-    found, listed_before = set[str](), {id(each) for each in before.listed.holdings if mirrors}
-    for uid, key in mirrors.items():
-        held, ended = before.pods.get(uid, UNKNOWN).holdings, uid not in before.pods and uid in before.names
-        bare = (each for each in by_pod[uid] if each not in matches.get(uid, ()) and (uid, *each) in written)
-        freed = [each for each in bare if (*key, each[0]) in listed.containers]
-        shares = any(SEPARATOR in text for ids in by_pod[uid].values() for text in ids)
-        if not shares and any(ended or id(held.get(each)) in listed_before for each in freed):
+    if not written:
+        return before.freed.difference(matches)
+    found = set[str]()
+    mirrors = {uid: pod.key for uid in by_pod if (pod := view.pods.get(uid)) and pod.uid != uid}
+    for uid in (uid for uid, key in mirrors.items() if key in listed.pods):
+        held, known = before.pods.get(uid, UNKNOWN).holdings, matches.get(uid, ())
+        bare = [held.get(each) for each in by_pod[uid] if each not in known and (uid, *each) in written]
+        whole = not any(SEPARATOR in text for ids in by_pod[uid].values() for text in ids)
+        if whole and any(uid in before.freed or each in before.listed.holdings for each in bare):
             found.add(uid)
-    return found
+    return frozenset(found)
 
 
 def _without_forged(view: View, names: Mapping[str, PodKey]) -> View:

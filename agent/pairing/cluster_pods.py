@@ -72,10 +72,14 @@ class ClusterPods(PodSource):
             pod = await self._cache.get(namespace, name)
         except ApiError as error:
             raise _unavailable(error) from error
-        return await self.fetch(namespace, name) if pod and pod.uid in self._over else _bound(pod)
+        return await self.fetch(namespace, name) if pod and pod.uid in self._over else self._bound(pod)
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:
-        return _bound(await self._read(namespace, name))
+        return self._bound(await self._read(namespace, name))
+
+    def _bound(self, pod: Pod | None) -> Pod | None:
+        """None for one of no node, or another: the kubelet may list the last of its name, and admits none."""
+        return pod if pod and pod.spec.node_name == self.node else None
 
     async def _read(self, namespace: str, name: str) -> Pod | None:
         try:
@@ -114,11 +118,6 @@ class ClusterPods(PodSource):
                     group.start_soon(ask, uid, key)
         while len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
-
-
-def _bound(pod: Pod | None) -> Pod | None:
-    """None for a pod without a node: no kubelet admits it, though one may still list the last of its name."""
-    return pod if pod and pod.spec.node_name else None
 
 
 def _unavailable(error: ApiError) -> PodsUnavailable:

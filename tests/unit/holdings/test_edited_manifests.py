@@ -67,8 +67,6 @@ def test_it_is_the_next_ones_when_that_has_it(held: Evidence) -> None:
         (BARE, {"same": False, "entries": {}}),
         (BARE, {"torn": True}),
         (Record((), (), began=2.0), {"same": False}),  # not heard of yet
-        (Record((), (*BARE.containers, (*KEY, "other")), began=2.0), {"same": False}),
-        (Record((), ((*KEY, "other"),), began=2.0), {}),  # a plain init container's, which no list shows
     ],
 )
 def test_what_one_that_may_run_has_is_kept(
@@ -98,3 +96,30 @@ def test_what_a_kubelet_has_never_listed_is_kept(held: Evidence) -> None:
     """It may have begun without the checkpoint that the agent can read."""
     found = read(read(held, BARE, same=False), replace(BARE, began=3.0))
     assert found.joined.holdings
+
+
+def test_so_it_is_where_the_mirror_goes_and_comes_again(held: Evidence) -> None:
+    before = read(read(held, BARE, same=False), replace(BARE, began=3.0), mirror=False)
+    assert read(before, replace(BARE, began=4.0)).joined.holdings
+
+
+def test_what_a_plain_init_container_has_is_kept() -> None:
+    """No list shows it."""
+    listed = Record((), ((*KEY, "other"),), began=1.0)
+    before = read(Evidence(), listed)
+    assert read(before, replace(listed, began=2.0)).joined.holdings
+
+
+@pytest.mark.parametrize("container", ["main", "renamed"])
+def test_what_it_had_stays_free_over_a_restart_of_the_kubelet(held: Evidence, container: str) -> None:
+    bare = replace(BARE, containers=((*KEY, container),))
+    found = read(read(held, bare), replace(bare, began=3.0), same=False)
+    assert not found.joined.holdings
+    assert not read(found, replace(bare, began=4.0)).joined.holdings
+
+
+def test_the_first_ones_manifest_may_be_put_back(held: Evidence) -> None:
+    """Its UID is the same again."""
+    found = read(read(held, BARE), replace(HOLDS, began=3.0))
+    assert [each.pod_key for each in found.joined.holdings] == [KEY]
+    assert read(found, replace(HOLDS, began=4.0)).joined.holdings == HOLDS.holdings
