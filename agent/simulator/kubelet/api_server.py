@@ -132,9 +132,8 @@ class Api:
         The file's source makes a removal and an addition of it (`config.go`, `Merge`). Not modelled: its
         containers wait for the end of the last one's. Raises KeyError where there is none.
         """
-        last = self.manifests.pop(spec.key)
-        if not last.deleting:
-            last.deleting, last.deleted_at = True, anyio.current_time()
+        self.delete(self.manifests[spec.key].spec)
+        del self.manifests[spec.key]
         return self._made(spec)
 
     def _made(self, spec: PodSpec) -> Pod:

@@ -46,6 +46,11 @@ class Node:
         """The watch's copy."""
         self.cache.reflector.items.publish({each.uid: each for each in pods})
 
+    def holds(self, pod: Pod, container: str, units: frozenset[str]) -> None:
+        """The kubelet lists cores of a container, and has written them down."""
+        self.held = [Holding(*pod.key, container, VGPU.core, tuple(units))]
+        self.entries[pod.uid, container, VGPU.core] = units
+
     path = None
 
     async def list(self, deadline: float) -> Record:
@@ -88,9 +93,9 @@ async def replaced(before: Pod, after: Pod, *, shown: bool) -> Node:
     node = Node(before)
     last = before.containers[-1].name
     held = frozenset(node.free[:20])
-    for each in before.containers:
+    for each in before.containers[:-1]:
         node.entries[before.uid, each.name, VGPU.core] = held
-    node.held = [Holding(*before.key, last, VGPU.core, tuple(held))]
+    node.holds(before, last, held)
     if shown:
         node.watched(before)
     await node.pairing.reconcile()
@@ -140,9 +145,7 @@ async def test_the_next_pod_of_a_name_is_served_in_order_though_the_checkpoint_n
         node.cache.reflector.problem = "interrupted"  # it has never shown the one before
     else:
         node.watched(before)
-    units = frozenset(node.free[:20])
-    node.held = [Holding(*before.key, "side", VGPU.core, tuple(units))]
-    node.entries["uid-1", "side", VGPU.core] = units
+    node.holds(before, "side", frozenset(node.free[:20]))
     await node.pairing.reconcile()
     node.cache.reflector.problem = "interrupted" if watch == "broken" else None
     if watch == "well again":
@@ -197,9 +200,7 @@ async def test_one_that_was_rejected_does_not_get_the_share_of_anothers_successo
     waits = bind(pod("waits", *BARE))
     node = Node(before)
     node.watched(before)
-    units = frozenset(node.free[:20])
-    node.held = [Holding(*before.key, "main", VGPU.core, tuple(units))]
-    node.entries["uid-1", "main", VGPU.core] = units
+    node.holds(before, "main", frozenset(node.free[:20]))
     await node.pairing.reconcile()
     node.listed = (before, waits)
     node.watched(bind(changed(before, ending=ending)), waits)
@@ -225,9 +226,7 @@ async def test_a_server_that_does_not_answer_keeps_no_init_containers_heir_waiti
     node = Node(before, other)
     node.watched(before, other)
     node.entries["uid-1", "prepare", VGPU.core] = frozenset(node.free[:20])
-    units = frozenset(node.free[20:40])
-    node.entries[other.uid, "main", VGPU.core] = units
-    node.held = [Holding(*other.key, "main", VGPU.core, tuple(units))]
+    node.holds(other, "main", frozenset(node.free[20:40]))
     await node.pairing.reconcile()
     node.cache.reflector.problem = problem
 
