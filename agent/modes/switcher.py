@@ -173,7 +173,9 @@ class ModeSwitcher:
         self._resources.look()
         plan = self._decided(desired)
         self._gpus |= {state.uuid: state.gpu for state in snapshot.gpus}
-        new = [state.uuid for state in snapshot.gpus if state.uuid not in self._states]
+        new = [
+            each.uuid for each in snapshot.gpus if each.uuid not in self._states or self._turned_up(each.uuid)
+        ]
         refusing = plan.obeys and self.when_busy == "refuse" and desired != self.accepted.value
         busy = NOBODY
         if new or refusing:
@@ -258,11 +260,19 @@ class ModeSwitcher:
         refused = Desired(self._desired.value.name, problem=text + "end these pods or set whenBusy: drain")
         return self._decided(refused), busy
 
+    def _turned_up(self, uuid: str) -> bool:
+        """Whether a GPU that could not be set up is held after all, by pods that no reading had named."""
+        record, state = self._holdings.cell.value, self._states[uuid]
+        failed = state.stage is ModeStage.OFF and bool(state.failure)
+        return failed and record is not None and bool(record.by_gpu.get(uuid))
+
     def _take_over(self, new: list[str], holders: Holders, targets: Mapping[str, GpuMode]) -> None:
         """GPUs seen for the first time: units of one that pods hold show the mode that it is in."""
         found: dict[str, ModeState] = {}
         for uuid in new:
             held = holders.get(uuid)
+            if uuid in self._states and not held:
+                continue
             listed = self._claims.left(uuid)
             found[uuid] = transition.first_seen(taken_over(held, targets.get(uuid, OFF)) if held else listed)
         self._change(found)

@@ -15,6 +15,7 @@ from agent.model.cuda import PIPE_DIRECTORY
 from agent.mps import launch, processes, shared_memory
 from agent.mps.binary import CONTROL, Program
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode
+from agent.mps.connections import use_of
 from agent.mps.control_commands import Control
 from agent.mps.daemon_logs import Logs
 from agent.mps.daemon_parts import DaemonParts, DaemonState, DaemonStatus, Options, Reporter, StatusPublisher
@@ -54,6 +55,7 @@ class Daemon:
         )
         self._starter = Starter(program, parts, {} if multi_user is None else multi_user)
         self._prober = DaemonProber(parts)
+        self._parts = parts
 
     @property
     def status(self) -> Cell[DaemonStatus]:
@@ -62,6 +64,11 @@ class Daemon:
     @property
     def clients(self) -> tuple[int, ...]:
         return self._prober.clients
+
+    async def used(self) -> str | None:
+        """Why somebody is at work by a server here, also a dead daemon's, or may be; None: nobody is."""
+        servers = await anyio.to_thread.run_sync(processes.servers, self.folders.pipe)
+        return await use_of(self._parts, servers, self.clients) if servers else None
 
     async def run(self) -> None:
         """Keep the daemon serving until cancelled. Raises MpsError if another agent looks after it."""

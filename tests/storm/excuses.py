@@ -30,7 +30,7 @@ AFTER = {
     "calls": 2.0,  # are refused, lost or late: a GET may take 1 s
     "api": 6.0,  # ends of pods are known by the next reading of the record at the latest
     "records": 6.0,  # are away, torn or late
-    "daemon": 6.0,  # of the GPU is dead or hangs; `mps_service` says how long
+    "daemon": 6.0,  # of the GPU is dead, hangs or cannot be judged; `mps_service` says how long
 }
 LASTS = {"stream": 12.0, "api": 20.0}
 # Reach shares alone: whole GPUs are granted without them, but for those that were handed out before
@@ -238,7 +238,8 @@ class Excuses:
             pipe = world.folder / "run" / "mps" / uuid / "pipe"
             daemons = [each for each in world.daemons.on(pipe) if not each.forged]
             faulty = len(daemons) != 1 or any(each.hangs or each.faulted for each in daemons)
-            if world.daemons.refuses or faulty:
+            # Nor is one relied on while NVML does not tell the compute mode of its GPU, which may look well.
+            if world.daemons.refuses or faulty or world.nvml_faults:
                 yield f"daemon {uuid}"
 
 

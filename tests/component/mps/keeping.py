@@ -36,12 +36,16 @@ OPTIONS = Options(
 
 @dataclass
 class Modes(ComputeModes):
-    """Compute modes in memory. `broken` makes changes fail, `away` all; `lost` are GPUs without an answer."""
+    """Compute modes in memory, and `clients`, PIDs that use GPUs.
+
+    `broken` makes changes fail, `away` all; `lost` are GPUs without an answer.
+    """
 
     modes: dict[str, ComputeMode] = field(default_factory=dict)
     broken: bool = False
     away: bool = False
     lost: set[str] = field(default_factory=set)
+    clients: frozenset[int] = frozenset()
 
     async def get(self, uuid: str) -> ComputeMode | None:
         if self.away:
@@ -50,7 +54,7 @@ class Modes(ComputeModes):
 
     async def users(self, uuid: str) -> frozenset[int] | None:
         del uuid
-        return frozenset()
+        return self.clients
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:
         if self.broken:

@@ -24,7 +24,7 @@ from agent.mps.directories import Directories
 from agent.mps.mps_errors import MpsError, ProgramMissing
 from agent.mps.probing import DaemonProber
 from agent.nvml.port import ComputeMode
-from tests.component.mps.keeping import OPTIONS, Modes, Reports
+from tests.component.mps.keeping import OPTIONS, Modes, Reports, one_server
 
 DRIVER = Driver("580.95.05", "13.580.95.05", (13, 0))
 
@@ -236,6 +236,65 @@ async def test_a_daemon_in_use_outlives_a_set_up_that_takes_too_long(
         await second.set_up(one)
         assert (second.status(one.uuid).pid, second.status(one.uuid).adopted) == (pid, True)
         await second.tear_down(one)
+
+
+async def test_a_server_in_use_outlives_its_daemon_and_a_set_up_of_a_gpu_that_looks_new(
+    newest: Program, run_folder: Path, stand_in_server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storm 20000106: the folder that a running pod had mounted was removed.
+
+    Its kubelet had lost its records and listed nobody, with the API server away; so its GPU looked new.
+    """
+    monkeypatch.setattr(fleet_module, "LEFTOVER_SECONDS", 0.1)
+    modes, one = Modes(clients=frozenset({os.getpid()})), gpu(0)
+    first = manager_of(run_folder, newest, modes)
+    async with running(first):
+        await first.set_up(one)
+        daemon, pid = first.daemon(one.uuid), first.status(one.uuid).pid
+        assert daemon
+        assert pid
+        await daemon.control.start_server()
+        server = await one_server(daemon)
+    os.kill(pid, signal.SIGKILL)
+    pipe = await anyio.Path(daemon.folders.pipe).stat()
+    second = manager_of(run_folder, newest, modes, seconds=1.0)
+    async with running(second) as assignment:
+        with pytest.raises(MpsError, match="of the dead daemon still runs"):
+            await second.set_up(one)
+        assignment.publish(Assignment({one.uuid: GpuMode(Mode.OFF, reason="cannot be set up")}))
+        await anyio.sleep(1)  # more than two sweeps
+        assert await anyio.to_thread.run_sync(processes.remaining, [server.pid])
+        assert os.path.samestat(pipe, await anyio.Path(daemon.folders.pipe).stat())
+        os.kill(server.pid, signal.SIGKILL)
+        with anyio.fail_after(20):
+            await second.set_up(one)
+        assert os.path.samestat(pipe, await anyio.Path(daemon.folders.pipe).stat())
+        await second.tear_down(one)
+
+
+async def test_a_daemon_that_an_earlier_agent_left_stays_as_long_as_it_is_used(
+    newest: Program, run_folder: Path, stand_in_server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "LEFTOVER_SECONDS", 0.1)
+    modes, one = Modes(clients=frozenset({os.getpid()})), gpu(0)
+    first = manager_of(run_folder, newest, modes)
+    async with running(first):
+        await first.set_up(one)
+        daemon, pid = first.daemon(one.uuid), first.status(one.uuid).pid
+        assert daemon
+        await daemon.control.start_server()
+        await one_server(daemon)
+    second = manager_of(run_folder, newest, modes)
+    async with running(second, Cell(Assignment({one.uuid: GpuMode(Mode.OFF)}))):
+        with anyio.fail_after(20):
+            while "in use" not in second.leftovers.get(one.uuid, ""):
+                await anyio.sleep(0.05)
+        await anyio.sleep(0.5)
+        assert await daemons(run_folder, one.uuid) == [pid]
+        modes.clients = frozenset()
+        with anyio.fail_after(20):
+            while await daemons(run_folder, one.uuid) or second.leftovers:
+                await anyio.sleep(0.05)
 
 
 async def test_supervision_that_crashed_is_taken_up_again(

@@ -206,6 +206,23 @@ async def test_after_a_restart_holders_tell_the_mode_of_their_gpu() -> None:
         await node.reach("pgpu", "pgpu")
 
 
+async def test_holders_that_turn_up_after_a_set_up_has_failed_tell_the_mode_of_their_gpu() -> None:
+    """A kubelet that lost its records names them late: another mode would be offered under their pods."""
+    daemon = Daemon()
+    daemon.fail = "a server of the dead daemon still runs"
+    async with switching(gpu(0), wings={Mode.MPS: daemon}, first=Mode.MPS) as node:
+        with anyio.fail_after(10):
+            await node.switcher.state.wait_for(lambda state: state.phase is Phase.FAILED)
+        node.kubelet.hold("runs", "nvidia.com/mps-core", f"{gpu(0).uuid}::sc3")
+        await node.reach("mps-")
+        node.want(Mode.PGPU)
+        await anyio.sleep(0.05)
+        assert node.modes() == ["mps-"]
+        assert "down 0" not in daemon.log
+        node.kubelet.end("runs")
+        await node.reach("pgpu")
+
+
 async def test_after_a_restart_replicas_in_use_stay_replicas() -> None:
     kubelet = Kubelet()
     kubelet.hold("old", "nvidia.com/gpu", f"{gpu(0).uuid}::r2")
