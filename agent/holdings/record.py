@@ -7,6 +7,7 @@ API server says of it, and by a kubelet that has listed it and does so no more. 
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -63,10 +64,7 @@ class Checkpoint:
         self._known: Mapping[bytes, tuple[_Place, frozenset[str]]] = {}
 
     def read(self) -> Entries:
-        """The entries; none where there is no file. The same object until it changes. Blocks.
-
-        Raises CheckpointUnreadable.
-        """
+        """The entries, the same object until they change; none: no file. Blocks. Raises CheckpointUnreadable."""
         try:
             stat = self._file.stat()
             stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
@@ -217,11 +215,6 @@ def join(
     absent = keys - view.names
     unseen = unnamed & absent
 
-    def handed_on(pod: PodEvidence) -> bool:
-        """Whether the kubelet lists any of its units for another one."""
-        held = frozenset[str]().union(*(each.id_set for each in pod.holdings.values()))
-        return any(not held.isdisjoint(each.ids) for each in listed.holdings)
-
     def lives(uid: str, pod: PodEvidence) -> bool:
         if uid in named and (fresh or uid in before.outlived or uid in view.over):
             return True  # who was asked after was not listed then, and is by now
@@ -229,7 +222,7 @@ def join(
             return False
         if pod.key in keys or uid in view.contested:
             return True  # a pod's devices are not given away because somebody contests its UID
-        if handed_on(pod) or (uid not in before.pods and uid in before.names):
+        if _handed_on(pod, listed, unseen) or (uid not in before.pods and uid in before.names):
             return False  # it has ended before, and its entry stands until the kubelet writes again
         if pod.key is None:
             # The next of a pod's name, which only its predecessor's object has yet, the watch shows soon.
@@ -298,6 +291,17 @@ def join(
     shown = (before.shown & former.keys()) | own.keys()
     heard, late = frozenset(heard_of), frozenset(outlived)
     return Evidence(pods, late, heard, mute, names, shown, inherited, restarted, lost, freed, listed, joined)
+
+
+def _handed_on(pod: PodEvidence, listed: Record, unseen: Collection[PodKey]) -> bool:
+    """Whether the kubelet lists any of its units for another one.
+
+    One of the pods that nobody shows may be this one, and its later containers get what plain init ones had.
+    """
+    held = frozenset[str]().union(*(each.id_set for each in pod.holdings.values()))
+    takers = [each for each in listed.holdings if not held.isdisjoint(each.ids)]
+    had = {container for container, _ in pod.holdings}
+    return any(pod.key or each.pod_key not in unseen or each.container in had for each in takers)
 
 
 def _freed(
@@ -485,12 +489,8 @@ def _unlisted(
 
 def _uids(pods: Mapping[str, PodEvidence]) -> Mapping[PodKey, str]:
     """Of two pods of one name it is not known whose a holding is."""
-    found: dict[PodKey, str] = {}
-    twice: set[PodKey] = set()
-    for uid, pod in pods.items():
-        if pod.key and found.setdefault(pod.key, uid) != uid:
-            twice.add(pod.key)
-    return {key: uid for key, uid in found.items() if key not in twice} if twice else found
+    names = Counter(pod.key for pod in pods.values())
+    return {pod.key: uid for uid, pod in pods.items() if pod.key and names[pod.key] == 1}
 
 
 def _newcomers(before: Evidence, listed: Record, *, same_kubelet: bool) -> frozenset[PodKey]:

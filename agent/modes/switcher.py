@@ -73,6 +73,7 @@ Waiting = Mapping[str, tuple[str, ...]]  # GPU -> pods (namespace/name) that hol
 Holders = Mapping[str, Sequence[GpuHolder]]
 NOBODY: Waiting = MappingProxyType({})
 ADMITTED, ENDED = "a pod that is being admitted", "a process of a pod that has ended"
+NAMELESS = "a process of a pod that nobody names"
 
 
 class ModeSwitcher:
@@ -122,6 +123,7 @@ class ModeSwitcher:
         self._claims = claims or ClaimRequests()  # without a door: nobody has any
         self._others: Withheld = {}  # who is on GPUs beside those that hold them
         self._strangers: Withheld = {}  # those of them that hold units of another plugin
+        self._nameless: set[str] = set()  # GPUs with somebody at work whom no reading has named yet
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
         self._draining = draining
         self._group: TaskGroup | None = None
@@ -173,16 +175,14 @@ class ModeSwitcher:
         self._resources.look()
         plan = self._decided(desired)
         self._gpus |= {state.uuid: state.gpu for state in snapshot.gpus}
-        new = [
-            each.uuid for each in snapshot.gpus if each.uuid not in self._states or self._turned_up(each.uuid)
-        ]
+        new = [state.uuid for state in snapshot.gpus if state.uuid not in self._states]
         refusing = plan.obeys and self.when_busy == "refuse" and desired != self.accepted.value
         busy = NOBODY
         if new or refusing:
             holders = await self._holders(plan)
             if holders is None:
                 return await self._kubelet_is_away(desired, plan)
-            self._take_over(new, holders, plan.targets)
+            await self._take_over(new, holders, plan.targets)
             self._draining = ()  # what was taken over says it from now on
             if refusing:
                 plan, busy = self._refused_if_busy(plan, holders)
@@ -197,6 +197,7 @@ class ModeSwitcher:
             holders = await self._holders(plan)
             if holders is None:
                 return await self._kubelet_is_away(desired, plan)
+            await self._name(holders)
             if self._closing:
                 return IDLE_SECONDS  # what was closed for the stop came after this reading
             waiting = self._look(plan.targets, holders) or busy
@@ -260,22 +261,26 @@ class ModeSwitcher:
         refused = Desired(self._desired.value.name, problem=text + "end these pods or set whenBusy: drain")
         return self._decided(refused), busy
 
-    def _turned_up(self, uuid: str) -> bool:
-        """Whether a GPU that could not be set up is held after all, by pods that no reading had named."""
-        record, state = self._holdings.cell.value, self._states[uuid]
-        failed = state.stage is ModeStage.OFF and bool(state.failure)
-        return failed and record is not None and bool(record.by_gpu.get(uuid))
+    async def _take_over(self, new: list[str], holders: Holders, targets: Mapping[str, GpuMode]) -> None:
+        """GPUs seen for the first time: units of one that pods hold show the mode that it is in.
 
-    def _take_over(self, new: list[str], holders: Holders, targets: Mapping[str, GpuMode]) -> None:
-        """GPUs seen for the first time: units of one that pods hold show the mode that it is in."""
+        A kubelet that lost its records names no pods for a while: what runs for them shows it then.
+        """
         found: dict[str, ModeState] = {}
         for uuid in new:
-            held = holders.get(uuid)
-            if uuid in self._states and not held:
-                continue
-            listed = self._claims.left(uuid)
-            found[uuid] = transition.first_seen(taken_over(held, targets.get(uuid, OFF)) if held else listed)
+            held, target = holders.get(uuid), targets.get(uuid, OFF)
+            mode = taken_over(held, target) if held else self._claims.left(uuid)
+            if not (mode or target.dra) and (used := await self._tasks.at_work(self._gpus[uuid])):
+                mode = GpuMode(used)
+                self._nameless.add(uuid)
+            found[uuid] = transition.first_seen(mode)
         self._change(found)
+
+    async def _name(self, holders: Holders) -> None:
+        """Forget those at work whom nobody named: they are named now, or have gone."""
+        for uuid in tuple(self._nameless):
+            if holders.get(uuid) or not await self._tasks.at_work(self._gpus[uuid]):
+                self._nameless.discard(uuid)
 
     async def _aim(self, targets: Mapping[str, GpuMode]) -> None:
         """Set every GPU on its way to its target; GPUs that are offered are closed, the scheduler first."""
@@ -356,13 +361,14 @@ class ModeSwitcher:
             held = (
                 bool(holders.get(uuid))
                 or uuid in stay
+                or uuid in self._nameless
                 or (state.dra and self._claims.holds(uuid, leaving=not state.target.dra))
             )
             after = transition.looked(state, held=held, granted=uuid in granted)
             changed[uuid] = after
             if after.stage in LEAVING and not after.stands_as_wanted:
-                admits = uuid in granted or uuid not in stay
-                nobody = ADMITTED if admits else ENDED
+                nobody = ENDED if uuid in stay else NAMELESS if uuid in self._nameless else ADMITTED
+                nobody = ADMITTED if uuid in granted else nobody
                 waiting[uuid] = pods_of(holders.get(uuid, ())) or (nobody,)
         self._change(changed)
         return waiting

@@ -174,6 +174,10 @@ class Wing(ABC):
     async def give_back(self, gpu: Gpu) -> None:  # noqa: B027
         """Leave a GPU as `prepare` found it; never fails, never hangs."""
 
+    async def at_work(self, gpu: Gpu) -> bool:  # noqa: ARG002
+        """Whether somebody, named or not, may be at work on a GPU by what runs for the mode; bounded."""
+        return False
+
     def unclaimable(self) -> str:
         """Why no GPU of this node can be a device of the mode for claims, in words; empty: they can."""
         return ""
@@ -278,6 +282,13 @@ class GpuWork:
         elif state.stage in WORKING:
             self._jobs[gpu.uuid] = None
             group.start_soon(self._work, gpu)
+
+    async def at_work(self, gpu: Gpu) -> Mode | None:
+        """The mode by which somebody, named or not, may be at work on a GPU; None: nobody is."""
+        for mode, wing in self._wings.items():
+            if wing.prepares and await wing.at_work(gpu):
+                return mode
+        return None
 
     def _preparing(self, mode: Mode) -> Wing | None:
         wing = self._wings.get(mode)

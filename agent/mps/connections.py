@@ -422,6 +422,9 @@ def _gone(connection: socket.socket) -> bool | None:
         os.close(pidfd)
 
 
+UNREPORTED = "the driver does not report who uses the GPU"
+
+
 async def use_of(parts: DaemonParts, servers: Collection[Process], known: Collection[int] = ()) -> str | None:
     """Why these servers are in use, or may be, in words; None: nobody uses them.
 
@@ -440,7 +443,7 @@ async def use_of(parts: DaemonParts, servers: Collection[Process], known: Collec
     except MpsError as error:
         return str(error)
     if users is None:
-        return "the driver does not report who uses the GPU"
+        return UNREPORTED
     if users - own:
         return f"process {_named(users - own)} uses the GPU"
     return None

@@ -97,7 +97,6 @@ RETRY_SECONDS = 5.0  # of a daemon that another agent still looks after
 OVER_SECONDS = 30.0  # for a supervision to end: what it has begun ends within some seconds, as a rule
 LEFTOVER_SECONDS = 10.0
 SETTLED_SECONDS = 1.0  # after a change of modes, until leftovers are looked for
-STAYS = "the GPU is offered in no mode, and its MPS server is in use: its daemon is ended when nobody uses it"
 NOBODY = DaemonStatus(reason="no MPS control daemon is set up for this GPU")
 
 Finder = Callable[[], Program]
@@ -108,7 +107,6 @@ class _Kept:
     """One daemon under supervision; a new supervision gets a new scope."""
 
     daemon: Daemon
-    used: bool = False  # somebody was at work when its set-up began, which has not succeeded since
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     over: anyio.Event = field(default_factory=anyio.Event)
 
@@ -192,18 +190,17 @@ class DaemonManager:
     async def set_up(self, gpu: Gpu) -> None:
         """Start or adopt the daemon of a GPU and wait until it serves. Raises MpsError.
 
-        A failure leaves nothing, except where pods may be at work, by a server that outlived the agent: on a
-        GPU that is in mode MPS already, or whose server is in use when this begins. Their daemon stays under
-        supervision, and its folder, which they have mounted. On other GPUs nobody waits for a daemon that
-        has ended, which the error alone shows. May be cancelled: `tear_down` then takes back what was done.
+        A failure leaves nothing, except on a GPU that is in mode MPS already: pods may be at work there, by a
+        server that outlived the agent, and their daemon stays under supervision. On other GPUs nobody waits
+        for a daemon that has ended, which the error alone shows. May be cancelled: `tear_down` then
+        takes back what was done.
         """
         uuid = gpu.uuid
         self._begun.add(uuid)
         try:
             if uuid not in self._kept:
-                daemon = self._daemon(uuid, await anyio.to_thread.run_sync(self._find))
-                # A kubelet that lost its records lists nobody for a while: GPUs look new then.
-                self._kept[uuid] = _Kept(daemon, used=await daemon.used() is not None)
+                program = await anyio.to_thread.run_sync(self._find)
+                self._kept[uuid] = _Kept(self._daemon(uuid, program))
                 if self._tasks:
                     self._supervise(self._kept[uuid])
             before = self.status(uuid).restarts
@@ -215,7 +212,6 @@ class DaemonManager:
                     )
                 )
             if self.status(uuid).serving:
-                self._kept[uuid].used = False
                 return
             reason = self.unready(uuid).removesuffix(RESTARTED)
             if self._is_new(uuid):
@@ -226,33 +222,20 @@ class DaemonManager:
 
     def _is_new(self, uuid: str) -> bool:
         """Whether a GPU is being set up with no pods on it."""
-        kept = self._kept.get(uuid)
-        in_mode = self._assignment.value.of(uuid).mode is Mode.MPS
-        return uuid in self._begun and not (in_mode or (kept and kept.used))
-
-    def _left(self, uuid: str) -> bool:
-        """Whether what runs for a GPU is left from before.
-
-        On one that the switcher has not judged yet it may be in use: with the kubelet or the driver away that
-        takes as long as they are.
-        """
-        mode, kept = self._assignment.value.gpus.get(uuid), self._kept.get(uuid)
-        if mode is None or mode.mode is Mode.MPS:
-            return False
-        return not (uuid in self._begun or uuid in self._stopping or (kept and not kept.used))
-
-    async def _used(self, uuid: str) -> bool:
-        kept = self._kept.get(uuid)
-        return await (kept.daemon if kept else await self._unkept(uuid)).used() is not None
-
-    async def _unkept(self, uuid: str) -> Daemon:
-        """For the daemon of an earlier agent, with whatever program there is."""
-        return self._daemon(uuid, await anyio.to_thread.run_sync(find_any, self._find))
+        return uuid in self._begun and self._assignment.value.of(uuid).mode is not Mode.MPS
 
     def _reported(self, kind: EventReason, uuid: str, message: str, pids: frozenset[int]) -> None:
         """Report it, except a set-up that fails: its caller gets the error."""
         if kind is not EventReason.FAILED or not self._is_new(uuid):
             self._report(kind, uuid, message, pids)
+
+    async def at_work(self, uuid: str) -> bool:
+        """Whether somebody uses the server of a GPU's daemon, also of one that is dead, or may; some 2 s."""
+        folders = Directories.of(self._run, uuid)
+        if not await anyio.to_thread.run_sync(folders.existing):
+            return False
+        daemon = self.daemon(uuid) or await self._unkept(uuid)
+        return await daemon.used() is not None
 
     async def tear_down(self, gpu: Gpu) -> None:
         """Stop the daemon of a GPU, also one of an earlier agent, and put the GPU back. Never fails; bounded.
@@ -279,6 +262,10 @@ class DaemonManager:
             self._report_once(uuid, EventReason.LEFT, problem)
         finally:
             self._stopping.discard(uuid)
+
+    async def _unkept(self, uuid: str) -> Daemon:
+        """For the daemon of an earlier agent, with whatever program there is."""
+        return self._daemon(uuid, await anyio.to_thread.run_sync(find_any, self._find))
 
     def _daemon(self, uuid: str, program: Program) -> Daemon:
         folders = Directories.of(self._run, uuid)
@@ -321,21 +308,17 @@ class DaemonManager:
             for left in await anyio.to_thread.run_sync(existing_below, self._run):
                 uuid = left.root.name
                 # Looked up for each: stopping the one before took seconds, in which this one may be set up.
-                if not self._left(uuid):
+                mode = assignment.value.gpus.get(uuid)
+                if mode is None or uuid in self._kept or uuid in self._stopping:
+                    # One that the switcher has not judged yet may be in use: with the kubelet or the driver
+                    # away that takes as long as they are.
                     continue
-                mode = assignment.value.of(uuid).mode
-                if mode is Mode.OFF and uuid not in seen_off:
+                if mode.mode is Mode.OFF and uuid not in seen_off:
                     # Off is also what a GPU is for a moment before it is set up.
                     off.add(uuid)
-                    continue
-                # A GPU that nobody is offered has time: whose processes they are may become known.
-                if mode is Mode.OFF and await self._used(uuid):
-                    if uuid not in self._kept:  # one that is kept says why it does not serve
-                        self._report_once(uuid, EventReason.LEFT, STAYS)
-                    continue
-                if self._left(uuid):
+                elif mode.mode is not Mode.MPS:
                     if uuid not in self.leftovers:
-                        log.info("mps_leftover", gpu=uuid, mode=mode.value)
+                        log.info("mps_leftover", gpu=uuid, mode=mode.mode.value)
                     await self._stop(uuid)
             seen_off = off
             await self._look_at_modes(assignment.value)

@@ -145,6 +145,9 @@ class MpsWing(Wing):
     async def give_back(self, gpu: Gpu) -> None:
         await self._manager.tear_down(gpu)
 
+    async def at_work(self, gpu: Gpu) -> bool:
+        return await self._manager.at_work(gpu.uuid)
+
     def unclaimable(self) -> str:
         injector, simulated = self._node.injector, self._node.settings.simulator.profile
         if (problem := injector.caps_problem) and not simulated:

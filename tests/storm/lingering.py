@@ -5,7 +5,7 @@ import shutil
 import anyio
 
 from agent.app.agent import Agent
-from agent.model.modes import SEPARATOR, Mode
+from agent.model.modes import SEPARATOR, Mode, Offering
 from agent.mps.wing import MpsWing
 from agent.vgpu.wing import VgpuWing
 from tests.storm.excuses import Excuses
@@ -74,11 +74,21 @@ class Lingerers:
                 continue
             if uuid in _begun(agent):
                 continue  # who has one member of a share there gets the other
+            if self._is_closed(agent, uuid):
+                continue
             if uuid in listed and uid not in holders and self._excuses.sees(uuid):
                 found[pid] = f"{uuid} is offered, and process {pid} of pod {uid}, which has ended, is on it"
         self._since = {pid: self._since.get(pid, now) for pid in found}
         late = [text for pid, text in found.items() if now - self._since[pid] > OFFERED_SECONDS]
         return late[0] if late else None
+
+    def _is_closed(self, agent: Agent, uuid: str) -> bool:
+        """Whether nobody gets anything of a GPU whose list stays as it is, until it is read who holds what.
+
+        Of what a kubelet has chosen and not recorded yet nothing may leave the list, or that kubelet ends.
+        """
+        offering = agent.switcher.assignment.value.of(uuid).offering
+        return offering is Offering.CLOSING and self._excuses.records_are_away()
 
     def _note(self, agent: Agent, current: AgentRun) -> None:
         if current.life.number != self._life:

@@ -45,7 +45,7 @@ class Modes(ComputeModes):
     broken: bool = False
     away: bool = False
     lost: set[str] = field(default_factory=set)
-    clients: frozenset[int] = frozenset()
+    clients: frozenset[int] | None = frozenset()
 
     async def get(self, uuid: str) -> ComputeMode | None:
         if self.away:
@@ -53,7 +53,8 @@ class Modes(ComputeModes):
         return None if uuid in self.lost else self.modes.get(uuid, ComputeMode.DEFAULT)
 
     async def users(self, uuid: str) -> frozenset[int] | None:
-        del uuid
+        if self.away:
+            raise MpsError("who uses the GPU cannot be read: NVML did not answer within 2 s")
         return self.clients
 
     async def set(self, uuid: str, mode: ComputeMode) -> None:

@@ -238,63 +238,46 @@ async def test_a_daemon_in_use_outlives_a_set_up_that_takes_too_long(
         await second.tear_down(one)
 
 
-async def test_a_server_in_use_outlives_its_daemon_and_a_set_up_of_a_gpu_that_looks_new(
-    newest: Program, run_folder: Path, stand_in_server: Path, monkeypatch: pytest.MonkeyPatch
+async def test_who_is_at_work_by_a_server_that_outlived_its_daemon_is_seen(
+    newest: Program, run_folder: Path, stand_in_server: Path
 ) -> None:
-    """Storm 20000106: the folder that a running pod had mounted was removed.
-
-    Its kubelet had lost its records and listed nobody, with the API server away; so its GPU looked new.
-    """
-    monkeypatch.setattr(fleet_module, "LEFTOVER_SECONDS", 0.1)
-    modes, one = Modes(clients=frozenset({os.getpid()})), gpu(0)
+    """Where nobody names the pods the switcher takes such a GPU over, and a set-up that fails leaves all."""
+    one, modes = gpu(0), Modes(clients=frozenset({os.getpid()}))
     first = manager_of(run_folder, newest, modes)
     async with running(first):
+        assert not await first.at_work(one.uuid)
         await first.set_up(one)
         daemon, pid = first.daemon(one.uuid), first.status(one.uuid).pid
         assert daemon
         assert pid
+        assert not await first.at_work(one.uuid)  # it has no server
         await daemon.control.start_server()
         server = await one_server(daemon)
+        assert await first.at_work(one.uuid)
+        modes.clients = frozenset()
+        assert not await first.at_work(one.uuid)
+        modes.clients = None  # a driver that never says
+        assert not await first.at_work(one.uuid)
+        modes.away = True
+        assert await first.at_work(one.uuid)
+        modes.away = False
     os.kill(pid, signal.SIGKILL)
     pipe = await anyio.Path(daemon.folders.pipe).stat()
     second = manager_of(run_folder, newest, modes, seconds=1.0)
-    async with running(second) as assignment:
+    with anyio.fail_after(20):
+        while not await second.at_work(one.uuid):  # the daemon has yet to end
+            await anyio.sleep(0.01)
+    kept = Assignment({one.uuid: GpuMode(Mode.MPS, Offering.CLOSED)})
+    async with running(second, Cell(kept)):
         with pytest.raises(MpsError, match="of the dead daemon still runs"):
             await second.set_up(one)
-        assignment.publish(Assignment({one.uuid: GpuMode(Mode.OFF, reason="cannot be set up")}))
-        await anyio.sleep(1)  # more than two sweeps
         assert await anyio.to_thread.run_sync(processes.remaining, [server.pid])
-        assert os.path.samestat(pipe, await anyio.Path(daemon.folders.pipe).stat())
         os.kill(server.pid, signal.SIGKILL)
         with anyio.fail_after(20):
             await second.set_up(one)
         assert os.path.samestat(pipe, await anyio.Path(daemon.folders.pipe).stat())
         await second.tear_down(one)
-
-
-async def test_a_daemon_that_an_earlier_agent_left_stays_as_long_as_it_is_used(
-    newest: Program, run_folder: Path, stand_in_server: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_module, "LEFTOVER_SECONDS", 0.1)
-    modes, one = Modes(clients=frozenset({os.getpid()})), gpu(0)
-    first = manager_of(run_folder, newest, modes)
-    async with running(first):
-        await first.set_up(one)
-        daemon, pid = first.daemon(one.uuid), first.status(one.uuid).pid
-        assert daemon
-        await daemon.control.start_server()
-        await one_server(daemon)
-    second = manager_of(run_folder, newest, modes)
-    async with running(second, Cell(Assignment({one.uuid: GpuMode(Mode.OFF)}))):
-        with anyio.fail_after(20):
-            while "in use" not in second.leftovers.get(one.uuid, ""):
-                await anyio.sleep(0.05)
-        await anyio.sleep(0.5)
-        assert await daemons(run_folder, one.uuid) == [pid]
-        modes.clients = frozenset()
-        with anyio.fail_after(20):
-            while await daemons(run_folder, one.uuid) or second.leftovers:
-                await anyio.sleep(0.05)
+        assert not await second.at_work(one.uuid)
 
 
 async def test_supervision_that_crashed_is_taken_up_again(

@@ -102,6 +102,7 @@ class Daemon(Wing):
         self.gate: anyio.Event | None = None
         self.version = 1  # of the program
         self.problem = ""  # why no GPU can be offered in it
+        self.used: set[str] = set()  # GPUs with somebody at work
 
     @classmethod
     async def build(cls, node: AgentNode) -> Self:  # noqa: ARG003
@@ -124,6 +125,10 @@ class Daemon(Wing):
     async def give_back(self, gpu: Gpu) -> None:
         self.log.append(f"down {gpu.index}")
         self.up.discard(gpu.uuid)
+
+    async def at_work(self, gpu: Gpu) -> bool:
+        await anyio.lowlevel.checkpoint()
+        return gpu.uuid in self.used
 
     def depends_on(self) -> object:
         return self.version

@@ -215,6 +215,25 @@ async def test_what_a_pod_has_that_was_read_within_the_call_is_its_own_though_it
         held["main", resource_of(VGPU, member)] = ids
 
 
+async def test_a_main_container_that_is_listed_ends_no_init_container_of_its_size_that_has_no_name() -> None:
+    """Storm 21000030: the main container's second half was served as the init container's, of equal size.
+
+    A kubelet writes its checkpoint down once a container has all: its list is ahead, and the watch is mute.
+    """
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    begun = pod("begun", share("init", 40, 6, Stage.INIT), share("main", 40, 6))
+    await kubelet.admit(begun)
+    held = kubelet.taken_up[begun.key].held
+    units = {member: held.pop(("main", resource_of(VGPU, member))) for member in reversed(PairMember)}
+    kubelet.api[begun.key] = begun
+    kubelet.start_agent()
+    kubelet.heard, kubelet.cached, file = {begun.key}, False, kubelet.checkpoint()
+    kubelet._view, kubelet.checkpoint = View, lambda: file  # type: ignore[method-assign]
+    for member, ids in units.items():
+        assert (await kubelet.pairing.allocate(member, tuple(ids))).container == "main"
+        held["main", resource_of(VGPU, member)] = ids
+
+
 @pytest.mark.parametrize("blocks", [6, 8])
 async def test_what_the_list_of_the_kubelet_lacks_is_not_had_by_its_checkpoint(blocks: int) -> None:
     """A kubelet that started has freed the first container's units, and written nothing since."""
