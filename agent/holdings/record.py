@@ -64,7 +64,7 @@ class Checkpoint:
         self._known: Mapping[bytes, tuple[_Place, frozenset[str]]] = {}
 
     def read(self) -> Entries:
-        """The entries, the same object until they change; none: no file. Blocks. Raises CheckpointUnreadable."""
+        """The entries, the same object until they change. Blocks. Raises CheckpointUnreadable."""
         try:
             stat = self._file.stat()
             stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)

@@ -123,7 +123,7 @@ class ModeSwitcher:
         self._claims = claims or ClaimRequests()  # without a door: nobody has any
         self._others: Withheld = {}  # who is on GPUs beside those that hold them
         self._strangers: Withheld = {}  # those of them that hold units of another plugin
-        self._nameless: set[str] = set()  # GPUs with somebody at work whom no reading has named yet
+        self._nameless: set[str] = set()  # GPUs with somebody at work whom no reading had named
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
         self._draining = draining
         self._group: TaskGroup | None = None
@@ -194,10 +194,10 @@ class ModeSwitcher:
         waiting, missing = busy, ""
         await self._aim(plan.targets)
         if any(self._states[uuid].stage in LEAVING for uuid in plan.targets):
+            await self._forget_nameless()  # before the reading: what is granted later may be in no older one
             holders = await self._holders(plan)
             if holders is None:
                 return await self._kubelet_is_away(desired, plan)
-            await self._name(holders)
             if self._closing:
                 return IDLE_SECONDS  # what was closed for the stop came after this reading
             waiting = self._look(plan.targets, holders) or busy
@@ -270,16 +270,17 @@ class ModeSwitcher:
         for uuid in new:
             held, target = holders.get(uuid), targets.get(uuid, OFF)
             mode = taken_over(held, target) if held else self._claims.left(uuid)
-            if not (mode or target.dra) and (used := await self._tasks.at_work(self._gpus[uuid])):
-                mode = GpuMode(used)
-                self._nameless.add(uuid)
+            if mode is None and not target.dra:
+                used = await self._tasks.at_work(self._gpus[uuid], surely=False)
+                mode = GpuMode(used) if used else None
+                self._nameless |= {uuid} if used else set()
             found[uuid] = transition.first_seen(mode)
         self._change(found)
 
-    async def _name(self, holders: Holders) -> None:
-        """Forget those at work whom nobody named: they are named now, or have gone."""
+    async def _forget_nameless(self) -> None:
+        """Forget GPUs where nobody is at work any more: one that is named by now says nothing of others."""
         for uuid in tuple(self._nameless):
-            if holders.get(uuid) or not await self._tasks.at_work(self._gpus[uuid]):
+            if not await self._tasks.at_work(self._gpus[uuid], surely=True):
                 self._nameless.discard(uuid)
 
     async def _aim(self, targets: Mapping[str, GpuMode]) -> None:

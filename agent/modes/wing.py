@@ -174,8 +174,11 @@ class Wing(ABC):
     async def give_back(self, gpu: Gpu) -> None:  # noqa: B027
         """Leave a GPU as `prepare` found it; never fails, never hangs."""
 
-    async def at_work(self, gpu: Gpu) -> bool:  # noqa: ARG002
-        """Whether somebody, named or not, may be at work on a GPU by what runs for the mode; bounded."""
+    async def at_work(self, gpu: Gpu, *, surely: bool) -> bool:  # noqa: ARG002
+        """Whether a pod, named or not, is at work on a GPU by what runs for the mode; bounded.
+
+        Unless `surely`, also whether it only may be.
+        """
         return False
 
     def unclaimable(self) -> str:
@@ -283,10 +286,10 @@ class GpuWork:
             self._jobs[gpu.uuid] = None
             group.start_soon(self._work, gpu)
 
-    async def at_work(self, gpu: Gpu) -> Mode | None:
-        """The mode by which somebody, named or not, may be at work on a GPU; None: nobody is."""
+    async def at_work(self, gpu: Gpu, *, surely: bool) -> Mode | None:
+        """The mode by which a pod, named or not, is at work on a GPU, or only may be; None: there is none."""
         for mode, wing in self._wings.items():
-            if wing.prepares and await wing.at_work(gpu):
+            if wing.prepares and await wing.at_work(gpu, surely=surely):
                 return mode
         return None
 

@@ -422,9 +422,6 @@ def _gone(connection: socket.socket) -> bool | None:
         os.close(pidfd)
 
 
-UNREPORTED = "the driver does not report who uses the GPU"
-
-
 async def use_of(parts: DaemonParts, servers: Collection[Process], known: Collection[int] = ()) -> str | None:
     """Why these servers are in use, or may be, in words; None: nobody uses them.
 
@@ -443,10 +440,20 @@ async def use_of(parts: DaemonParts, servers: Collection[Process], known: Collec
     except MpsError as error:
         return str(error)
     if users is None:
-        return UNREPORTED
+        return "the driver does not report who uses the GPU"
     if users - own:
         return f"process {_named(users - own)} uses the GPU"
     return None
+
+
+async def used_in_pods(parts: DaemonParts, servers: Collection[Process]) -> bool:
+    """Whether a process in a pod uses these servers or their GPU, as far as the kernel or the driver says."""
+    found = frozenset[int]()
+    with suppress(OSError):
+        found = await anyio.to_thread.run_sync(_by_kernel, servers, ())
+    with suppress(MpsError):
+        found |= await parts.compute.users(parts.publisher.uuid) or frozenset()
+    return await anyio.to_thread.run_sync(processes.in_pods, found)
 
 
 def _parents(servers: Collection[Process]) -> frozenset[int]:

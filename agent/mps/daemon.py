@@ -15,7 +15,7 @@ from agent.model.cuda import PIPE_DIRECTORY
 from agent.mps import launch, processes, shared_memory
 from agent.mps.binary import CONTROL, Program
 from agent.mps.compute_mode import ComputeModes, ExclusiveMode
-from agent.mps.connections import UNREPORTED, use_of
+from agent.mps.connections import used_in_pods
 from agent.mps.control_commands import Control
 from agent.mps.daemon_logs import Logs
 from agent.mps.daemon_parts import DaemonParts, DaemonState, DaemonStatus, Options, Reporter, StatusPublisher
@@ -65,13 +65,16 @@ class Daemon:
     def clients(self) -> tuple[int, ...]:
         return self._prober.clients
 
-    async def used(self) -> str | None:
-        """Why somebody is at work by a server here, or may be, in words; None: nobody is."""
+    async def used(self, *, surely: bool) -> bool:
+        """Whether a pod is at work by a server here.
+
+        Unless `surely`, also whether a server has outlived its daemon, which it does for its clients.
+        """
         servers = await anyio.to_thread.run_sync(processes.servers, self.folders.pipe)
-        if servers and not await anyio.to_thread.run_sync(processes.daemons, self.folders.pipe):
-            return "a server has outlived its daemon, as it does for its clients"
-        used = await use_of(self._parts, servers, self.clients) if servers else None
-        return None if used == UNREPORTED else used  # for ever, maybe: the kernel knows of no client
+        if not servers:
+            return False
+        daemons = await anyio.to_thread.run_sync(processes.daemons, self.folders.pipe)
+        return not (daemons or surely) or await used_in_pods(self._parts, servers)
 
     async def run(self) -> None:
         """Keep the daemon serving until cancelled. Raises MpsError if another agent looks after it."""

@@ -21,7 +21,7 @@ from agent.mps.compute_mode import ComputeModes, ExclusiveMode
 from agent.mps.daemon import Daemon
 from agent.mps.daemon_parts import RESTARTED, DaemonStatus, EventReason, Options, Reporter
 from agent.mps.directories import Directories, existing_below
-from agent.mps.mps_errors import MpsError, ProgramMissing, StartFailed
+from agent.mps.mps_errors import BadFolder, MpsError, ProgramMissing, StartFailed
 from agent.mps.pods import Pods, share_holders
 
 # Events of the node about MPS: reports of its daemons with the pods concerned, and advisory caps.
@@ -229,13 +229,15 @@ class DaemonManager:
         if kind is not EventReason.FAILED or not self._is_new(uuid):
             self._report(kind, uuid, message, pids)
 
-    async def at_work(self, uuid: str) -> bool:
-        """Whether somebody uses the server of a GPU's daemon, also of one that is dead, or may; some 2 s."""
-        folders = Directories.of(self._run, uuid)
-        if not await anyio.to_thread.run_sync(folders.existing):
-            return False
+    async def at_work(self, uuid: str, *, surely: bool) -> bool:
+        """See `Daemon.used`; also of the daemon of an earlier agent. Within some 2 s."""
+        try:
+            if not await anyio.to_thread.run_sync(Directories.of(self._run, uuid).existing):
+                return False
+        except BadFolder:
+            return False  # no daemon ever works there
         daemon = self.daemon(uuid) or await self._unkept(uuid)
-        return await daemon.used() is not None
+        return await daemon.used(surely=surely)
 
     async def tear_down(self, gpu: Gpu) -> None:
         """Stop the daemon of a GPU, also one of an earlier agent, and put the GPU back. Never fails; bounded.

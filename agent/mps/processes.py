@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -252,6 +253,16 @@ def _own(pid: int, root: bool = False) -> bool:
         return not root or effective_user(pid) == os.geteuid()
     except OSError:
         return False
+
+
+def in_pods(pids: Collection[int]) -> bool:
+    """Whether any of these is a process in a pod."""
+    own = cgroups_of(PROC / "self")
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            if not outside_pods(cgroups_of(PROC / str(pid)), own):
+                return True
+    return False
 
 
 def outside_pods(cgroups: str, own: str) -> bool:

@@ -145,8 +145,8 @@ class MpsWing(Wing):
     async def give_back(self, gpu: Gpu) -> None:
         await self._manager.tear_down(gpu)
 
-    async def at_work(self, gpu: Gpu) -> bool:
-        return await self._manager.at_work(gpu.uuid)
+    async def at_work(self, gpu: Gpu, *, surely: bool) -> bool:
+        return await self._manager.at_work(gpu.uuid, surely=surely)
 
     def unclaimable(self) -> str:
         injector, simulated = self._node.injector, self._node.settings.simulator.profile

@@ -247,6 +247,7 @@ def install(table: DaemonTable) -> None:
             "listener": table.listener,
             "arguments": lambda _: (mps_control.NAME, "-d", launch.MULTI_USER),
             "kernel_problem": lambda: None,
+            "in_pods": lambda pids: any(each.clients.get(pid) for each in table.daemons for pid in pids),
         },
         launch: {
             "launch": table.launch,

@@ -238,35 +238,36 @@ async def test_a_daemon_in_use_outlives_a_set_up_that_takes_too_long(
         await second.tear_down(one)
 
 
-async def test_who_is_at_work_by_a_server_that_outlived_its_daemon_is_seen(
-    newest: Program, run_folder: Path, stand_in_server: Path
+async def test_who_is_at_work_by_a_server_is_seen_also_where_that_outlived_its_daemon(
+    newest: Program, run_folder: Path, stand_in_server: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nobody names the pods the switcher takes such a GPU over, and a set-up that fails leaves all."""
-    one, modes = gpu(0), Modes(clients=frozenset({os.getpid()}))
+    client, one = os.getpid(), gpu(0)
+    modes = Modes(clients=frozenset({client}))
     first = manager_of(run_folder, newest, modes)
     async with running(first):
-        assert not await first.at_work(one.uuid)
+        monkeypatch.setattr(processes, "in_pods", lambda pids: client in pids)
+        assert not await first.at_work(one.uuid, surely=False)
         await first.set_up(one)
         daemon, pid = first.daemon(one.uuid), first.status(one.uuid).pid
         assert daemon
         assert pid
-        assert not await first.at_work(one.uuid)  # it has no server
+        assert not await first.at_work(one.uuid, surely=False)  # it has no server
         await daemon.control.start_server()
         server = await one_server(daemon)
-        assert await first.at_work(one.uuid)
-        modes.clients = frozenset()
-        assert not await first.at_work(one.uuid)
-        modes.clients = None  # a driver that never says
-        assert not await first.at_work(one.uuid)
+        assert await first.at_work(one.uuid, surely=True)
+        for modes.clients in (frozenset({1}), frozenset[int](), None):  # a monitor; a driver that never says
+            assert not await first.at_work(one.uuid, surely=False)
         modes.away = True
-        assert await first.at_work(one.uuid)
+        assert not await first.at_work(one.uuid, surely=False)
         modes.away = False
     os.kill(pid, signal.SIGKILL)
     pipe = await anyio.Path(daemon.folders.pipe).stat()
     second = manager_of(run_folder, newest, modes, seconds=1.0)
     with anyio.fail_after(20):
-        while not await second.at_work(one.uuid):  # the daemon has yet to end
+        while not await second.at_work(one.uuid, surely=False):  # the daemon has yet to end
             await anyio.sleep(0.01)
+    assert not await second.at_work(one.uuid, surely=True)
     kept = Assignment({one.uuid: GpuMode(Mode.MPS, Offering.CLOSED)})
     async with running(second, Cell(kept)):
         with pytest.raises(MpsError, match="of the dead daemon still runs"):
@@ -277,7 +278,13 @@ async def test_who_is_at_work_by_a_server_that_outlived_its_daemon_is_seen(
             await second.set_up(one)
         assert os.path.samestat(pipe, await anyio.Path(daemon.folders.pipe).stat())
         await second.tear_down(one)
-        assert not await second.at_work(one.uuid)
+        assert not await second.at_work(one.uuid, surely=False)
+
+
+async def test_nobody_is_at_work_where_no_daemon_can_be(newest: Program, tmp_path: Path) -> None:
+    """As on a node without MPS: a path that is too long for its sockets must not end the switcher."""
+    manager = manager_of(tmp_path / ("long" * 30), newest, Modes())
+    assert not await manager.at_work(gpu(0).uuid, surely=False)
 
 
 async def test_supervision_that_crashed_is_taken_up_again(

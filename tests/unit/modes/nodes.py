@@ -103,6 +103,7 @@ class Daemon(Wing):
         self.version = 1  # of the program
         self.problem = ""  # why no GPU can be offered in it
         self.used: set[str] = set()  # GPUs with somebody at work
+        self.asked: Callable[[], None] = lambda: None  # called when it is asked about that
 
     @classmethod
     async def build(cls, node: AgentNode) -> Self:  # noqa: ARG003
@@ -126,7 +127,9 @@ class Daemon(Wing):
         self.log.append(f"down {gpu.index}")
         self.up.discard(gpu.uuid)
 
-    async def at_work(self, gpu: Gpu) -> bool:
+    async def at_work(self, gpu: Gpu, *, surely: bool) -> bool:
+        del surely
+        self.asked()
         await anyio.lowlevel.checkpoint()
         return gpu.uuid in self.used
 

@@ -18,7 +18,7 @@ from agent.model.modes import Mode
 from agent.model.node_inventory import Entry, everywhere
 from agent.modes.desired import Desired
 from agent.modes.planner import Phase
-from agent.modes.switcher import DELIVER_SECONDS, DRAIN_LOOK_SECONDS, NAMELESS
+from agent.modes.switcher import DELIVER_SECONDS, DRAIN_LOOK_SECONDS
 from agent.node.conditions import NodeStateWriter
 from tests.unit.modes.nodes import Announcements, Daemon, Kubelet, Node, gpu, snapshot_of, switching
 from tests.unit.node.test_telling import OwnNode
@@ -204,43 +204,6 @@ async def test_after_a_restart_holders_tell_the_mode_of_their_gpu() -> None:
         await node.reach("vgpu-", "pgpu")
         kubelet.end("old")
         await node.reach("pgpu", "pgpu")
-
-
-@pytest.mark.parametrize("named", [False, True])
-async def test_after_a_restart_what_is_in_use_tells_the_mode_of_a_gpu_that_nobody_is_named_to_hold(
-    named: bool,
-) -> None:
-    """Storm 20000106: a kubelet that lost its records listed nobody, with the API server away."""
-    daemon = Daemon()
-    daemon.used.add(gpu(0).uuid)
-    daemon.fail = "a server of the dead daemon still runs"
-    async with switching(gpu(0), gpu(1), wings={Mode.MPS: daemon}, first=Mode.MPS) as node:
-        await node.reach("mps-", "off")
-        with anyio.fail_after(10):
-            await node.switcher.state.wait_for(lambda state: state.phase is Phase.FAILED)
-        node.want(Mode.PGPU)
-        await node.reach("mps-", "pgpu")
-        with anyio.fail_after(10):
-            await node.switcher.state.wait_for(lambda state: NAMELESS in state.message)
-        if named:
-            node.kubelet.hold("runs", "nvidia.com/mps-core", f"{gpu(0).uuid}::sc3")
-            with anyio.fail_after(10):
-                await node.switcher.state.wait_for(lambda state: "default/runs" in state.message)
-        await anyio.sleep(0.6)  # a look
-        assert node.modes() == ["mps-", "pgpu"]
-        assert "down 0" not in daemon.log
-        daemon.used.clear()
-        node.kubelet.end("runs")
-        await node.reach("pgpu", "pgpu")
-        assert "down 0" in daemon.log
-
-
-async def test_what_is_in_use_by_nobody_that_is_named_is_offered_as_it_is_wanted() -> None:
-    daemon = Daemon()
-    daemon.used.add(gpu(0).uuid)
-    async with switching(gpu(0), wings={Mode.MPS: daemon}, first=Mode.MPS) as node:
-        await node.reach("mps")
-        assert daemon.log == ["up 0"]
 
 
 async def test_after_a_restart_replicas_in_use_stay_replicas() -> None:

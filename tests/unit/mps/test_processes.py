@@ -192,3 +192,24 @@ def test_a_process_that_keeps_its_readers_waiting_holds_up_no_look(
     assert processes.impostors(tmp_path / "pipe") == ()  # it is not asked again
     assert time.monotonic() - began < 0.9 * bounded.SECONDS
     os.close(os.open(tmp_path / "7" / "cmdline", os.O_WRONLY))
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "found"),
+    [
+        (OTHER_V2, True),
+        (OTHER, True),
+        ("0::/system.slice/dcgm.service\n", False),
+        (AGENT_V2, False),
+        (None, False),
+    ],
+)
+def test_processes_in_pods_are_told_from_those_of_the_host(
+    cgroups: str | None, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    for name, text in {"self": AGENT_V2, "7": "0::/\n", "8": cgroups}.items():
+        if text:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "cgroup").write_text(text)
+    assert processes.in_pods([7, 8]) is found
