@@ -1,4 +1,4 @@
-"""In which mode a GPU is taken over that containers hold or use, or that entries of ended ones are left of."""
+"""In which mode a GPU is taken over that containers hold or use, or that ended ones have entries of."""
 
 import anyio
 import pytest
