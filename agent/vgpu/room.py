@@ -3,6 +3,7 @@
 The kubelet's record says which containers there are; this room keeps no list of its own beyond the folders.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -56,12 +57,14 @@ class Isolation:
         namespaces: Callable[[str], Enforcement | None] = lambda _: None,
         clock: Callable[[], float] = anyio.current_time,
         *,
+        read: Callable[[], float] = lambda: math.inf,
         compute: bool = False,
         expected: Callable[[str], int] = lambda _: 0,
     ) -> None:
         """`source`: the image's library. `namespaces` answers what a namespace has of its own.
 
         `compute`: containers that start are held to a share of compute. `expected`: see `Contexts`.
+        `read`: when the newest reading began of which `record` shows all.
         """
         self.folders = folders
         self.contexts = Contexts(expected)
@@ -71,7 +74,7 @@ class Isolation:
         self._policy = policy
         self._record = record
         self._namespaces = namespaces
-        self._clock = clock
+        self._clock, self._began = clock, read
         self.computes = compute
         # Containers that keep the agent from their files, and how; until the agent has them, if it ever does.
         self.refusing: Mapping[str, str] = MappingProxyType({})
@@ -93,8 +96,7 @@ class Isolation:
 
     def at(self, place: Place) -> ContainerLimits | None:
         """The limits of a container; None: it has none."""
-        known = self.containers.value.values()
-        return next((each for each in known if each.about.place == place), None)
+        return next((each for each in self.containers.value.values() if each.about.place == place), None)
 
     def age(self, key: str) -> float:
         """For how many seconds a folder has been known."""
@@ -219,14 +221,14 @@ class Isolation:
         """Remove folders of containers that are gone now; while nobody can say which, all stay.
 
         One whose pod lives by the API server stays, too, though no record shows it: a kubelet that has just
-        started may not have heard of it. So do those that no record has shown, and those whose name the
-        kubelet lists, while the API server does not say. What one that is held lacks is made again.
+        started may not have heard of it. So do those newer than the newest reading, and while the API server
+        does not say those that no record has shown, or whose name is listed. What is held is made again.
         """
         record = self._record.value
         if record is None:
             await self._remove_unused()
             return
-        held, now = self._read(record), self._clock()
+        held, now, began = self._read(record), self._clock(), self._began()
         known = self.containers.value
         names = {key: (limits.about.namespace, limits.about.pod) for key, limits in known.items()}
         # A name that the kubelet lists may be a later pod's, which got its limits while an interrupted watch
@@ -238,7 +240,7 @@ class Isolation:
         }
         self._unseen &= self._born.keys() - held
         # A kubelet that lost its checkpoint lists what it runs, and not what that holds.
-        lives = {
+        lives = held | {
             key
             for key, limits in known.items()
             if limits.about.uid in record.unfinished
@@ -248,7 +250,7 @@ class Isolation:
         gone = [
             key
             for key, born in self._born.items()
-            if key not in held and key not in lives and (key in ended or now - born >= GRACE_SECONDS)
+            if key not in lives and (key in ended or min(now, began) - born >= GRACE_SECONDS)
         ]
         for key in gone:
             async with self._turn:
@@ -276,9 +278,7 @@ class Isolation:
         packed = {key: zlib.decompress(self._removed[key]) for key in held & self._removed.keys()}
         about_of = {key: msgspec.json.decode(each, type=About) for key, each in packed.items()}
         about_of |= {key: limits.about for key, limits in self.containers.value.items()}
-        wanted = {
-            key: about for key in held if (about := about_of.get(key)) and about.uid in record.unfinished
-        }
+        wanted = {key: each for key in held if (each := about_of.get(key)) and each.uid in record.unfinished}
         missing = await anyio.to_thread.run_sync(self._missing, tuple(wanted))
         for key in missing:
             about = wanted[key]

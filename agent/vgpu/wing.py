@@ -79,6 +79,7 @@ class NodeLimits:
             self._namespaces.of,
             compute=compute != "off",
             expected=self._expected_context,
+            read=lambda: node.holdings.published,
         )
         requests = ComputeRequests(self._pods, may_burst=settings.vgpu.resize)
         self._compute = (

@@ -32,6 +32,7 @@ class Node:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.now = 0.0
+        self.read = float("inf")  # when the newest reading began
         self.record: Cell[Record | None] = Cell(Record((), ()))
         self.namespaces: dict[str, Enforcement] = {}
         (root / "image.so").write_bytes(libraries.ELF + b"one")
@@ -46,14 +47,12 @@ class Node:
             self.record,
             self.namespaces.get,
             lambda: self.now,
+            read=lambda: self.read,
         )
         return self.isolation
 
     def holding(
-        self,
-        *pods: tuple[str, tuple[str, ...]],
-        ended: Iterable[str] = (),
-        unfinished: Iterable[str] = (),
+        self, *pods: tuple[str, tuple[str, ...]], ended: Iterable[str] = (), unfinished: Iterable[str] = ()
     ) -> None:
         held = tuple(Holding("default", name, "main", HELD, ids) for name, ids in pods)
         containers = tuple(("default", name, "main") for name, _ in pods)
@@ -202,6 +201,17 @@ async def test_a_folder_goes_when_its_container_is_in_no_record(node: Node) -> N
     await node.isolation.tidy()
     assert await node.folders() == [key_of(units())]
     assert node.isolation.containers.value.keys() == {key_of(units())}
+
+
+async def test_no_age_ends_limits_that_no_later_reading_was_to_show(node: Node) -> None:
+    """Storm 22000020: the container ran, and a kubelet without a checkpoint took longer to answer."""
+    await node.isolation.start()
+    node.now = node.read = 5.0
+    await node.isolation.admit(request("a"))
+    node.now = 9 * GRACE_SECONDS
+    for node.read, left in ((4 + GRACE_SECONDS, 1), (5 + GRACE_SECONDS, 0)):
+        await node.isolation.tidy()
+        assert len(await node.folders()) == left
 
 
 async def test_a_container_keeps_its_folder_when_the_one_before_with_the_same_units_goes(node: Node) -> None:
