@@ -123,7 +123,7 @@ class ModeSwitcher:
         self._claims = claims or ClaimRequests()  # without a door: nobody has any
         self._others: Withheld = {}  # who is on GPUs beside those that hold them
         self._strangers: Withheld = {}  # those of them that hold units of another plugin
-        self._nameless: set[str] = set()  # GPUs with somebody at work whom no reading had named
+        self._nameless: set[str] = set()  # GPUs with pods at work that no reading may have named
         self._tasks = GpuWork(wings, self._states.__getitem__, self._came)
         self._draining = draining
         self._group: TaskGroup | None = None
@@ -267,21 +267,21 @@ class ModeSwitcher:
         A kubelet that lost its records names no pods for a while: what runs for them shows it then.
         """
         found: dict[str, ModeState] = {}
+        asked = (self._gpus[uuid] for uuid in new if not targets.get(uuid, OFF).dra)
+        used = await self._tasks.at_work(asked, surely=False)
         for uuid in new:
-            held, target = holders.get(uuid), targets.get(uuid, OFF)
-            mode = taken_over(held, target) if held else self._claims.left(uuid)
-            if mode is None and not target.dra:
-                used = await self._tasks.at_work(self._gpus[uuid], surely=False)
-                mode = GpuMode(used) if used else None
-                self._nameless |= {uuid} if used else set()
+            held = holders.get(uuid)
+            mode = taken_over(held, targets.get(uuid, OFF)) if held else self._claims.left(uuid)
+            if by := used.get(uuid):
+                mode = mode or GpuMode(by)
+                self._nameless.add(uuid)  # one that is named says nothing of others
             found[uuid] = transition.first_seen(mode)
         self._change(found)
 
     async def _forget_nameless(self) -> None:
-        """Forget GPUs where nobody is at work any more: one that is named by now says nothing of others."""
-        for uuid in tuple(self._nameless):
-            if not await self._tasks.at_work(self._gpus[uuid], surely=True):
-                self._nameless.discard(uuid)
+        """Forget GPUs where nobody is at work any more."""
+        left = await self._tasks.at_work([self._gpus[uuid] for uuid in self._nameless], surely=True)
+        self._nameless.intersection_update(left)
 
     async def _aim(self, targets: Mapping[str, GpuMode]) -> None:
         """Set every GPU on its way to its target; GPUs that are offered are closed, the scheduler first."""

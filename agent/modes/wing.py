@@ -174,10 +174,10 @@ class Wing(ABC):
     async def give_back(self, gpu: Gpu) -> None:  # noqa: B027
         """Leave a GPU as `prepare` found it; never fails, never hangs."""
 
-    async def at_work(self, gpu: Gpu, *, surely: bool) -> bool:  # noqa: ARG002
+    async def at_work(self, gpu: Gpu, *, surely: bool) -> bool | None:  # noqa: ARG002
         """Whether a pod, named or not, is at work on a GPU by what runs for the mode; bounded.
 
-        Unless `surely`, also whether it only may be.
+        Unless `surely`, also whether it only may be. None: it cannot be said now.
         """
         return False
 
@@ -286,12 +286,24 @@ class GpuWork:
             self._jobs[gpu.uuid] = None
             group.start_soon(self._work, gpu)
 
-    async def at_work(self, gpu: Gpu, *, surely: bool) -> Mode | None:
-        """The mode by which a pod, named or not, is at work on a GPU, or only may be; None: there is none."""
-        for mode, wing in self._wings.items():
-            if wing.prepares and await wing.at_work(gpu, surely=surely):
-                return mode
-        return None
+    async def at_work(self, gpus: Iterable[Gpu], *, surely: bool) -> Mapping[str, Mode | None]:
+        """By which mode a pod, named or not, is at work on GPUs, or only may be; None: it cannot be said.
+
+        Those on which nobody is are left out.
+        """
+        found: dict[str, Mode | None] = {}
+
+        async def ask(gpu: Gpu, mode: Mode, wing: Wing) -> None:
+            answer = await wing.at_work(gpu, surely=surely)
+            if answer or (answer is None and gpu.uuid not in found):
+                found[gpu.uuid] = mode if answer else None
+
+        async with anyio.create_task_group() as group:
+            for gpu in gpus:
+                for mode, wing in self._wings.items():
+                    if wing.prepares:
+                        group.start_soon(ask, gpu, mode, wing)
+        return found
 
     def _preparing(self, mode: Mode) -> Wing | None:
         wing = self._wings.get(mode)

@@ -446,14 +446,9 @@ async def use_of(parts: DaemonParts, servers: Collection[Process], known: Collec
     return None
 
 
-async def used_in_pods(parts: DaemonParts, servers: Collection[Process]) -> bool:
-    """Whether a process in a pod uses these servers or their GPU, as far as the kernel or the driver says."""
-    found = frozenset[int]()
-    with suppress(OSError):
-        found = await anyio.to_thread.run_sync(_by_kernel, servers, ())
-    with suppress(MpsError):
-        found |= await parts.compute.users(parts.publisher.uuid) or frozenset()
-    return await anyio.to_thread.run_sync(processes.in_pods, found)
+def used_in_pods(servers: Collection[Process]) -> bool:
+    """Whether a process in a pod is a client of these servers. Blocks. Raises OSError: that is not known."""
+    return processes.in_pods(_by_kernel(servers, ()))
 
 
 def _parents(servers: Collection[Process]) -> frozenset[int]:

@@ -5,11 +5,13 @@ ends it.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import anyio
 import anyio.to_thread
 import structlog
 
+from agent.kit import bounded
 from agent.kit.tasks import Backoff, Cell
 from agent.model.cuda import PIPE_DIRECTORY
 from agent.mps import launch, processes, shared_memory
@@ -65,16 +67,24 @@ class Daemon:
     def clients(self) -> tuple[int, ...]:
         return self._prober.clients
 
-    async def used(self, *, surely: bool) -> bool:
-        """Whether a pod is at work by a server here.
+    async def used(self, *, surely: bool) -> bool | None:
+        """Whether a pod is at work by a server here; None: that is not known. Within some 2 s.
 
         Unless `surely`, also whether a server has outlived its daemon, which it does for its clients.
         """
-        servers = await anyio.to_thread.run_sync(processes.servers, self.folders.pipe)
-        if not servers:
-            return False
-        daemons = await anyio.to_thread.run_sync(processes.daemons, self.folders.pipe)
-        return not (daemons or surely) or await used_in_pods(self._parts, servers)
+        pipe = self.folders.pipe
+
+        def look() -> bool:
+            servers = processes.servers(pipe)
+            outlived = servers and not (surely or processes.daemons(pipe))
+            return bool(outlived) or used_in_pods(servers)
+
+        # A process whose memory is locked, as in a driver that hangs, keeps those waiting who read of it.
+        bound = partial(bounded.call, ("used", str(pipe)), look)
+        try:
+            return await anyio.to_thread.run_sync(bound, abandon_on_cancel=True)
+        except OSError:
+            return None
 
     async def run(self) -> None:
         """Keep the daemon serving until cancelled. Raises MpsError if another agent looks after it."""

@@ -229,8 +229,8 @@ class DaemonManager:
         if kind is not EventReason.FAILED or not self._is_new(uuid):
             self._report(kind, uuid, message, pids)
 
-    async def at_work(self, uuid: str, *, surely: bool) -> bool:
-        """See `Daemon.used`; also of the daemon of an earlier agent. Within some 2 s."""
+    async def at_work(self, uuid: str, *, surely: bool) -> bool | None:
+        """See `Daemon.used`; also of the daemon of an earlier agent."""
         try:
             if not await anyio.to_thread.run_sync(Directories.of(self._run, uuid).existing):
                 return False

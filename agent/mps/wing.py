@@ -145,7 +145,7 @@ class MpsWing(Wing):
     async def give_back(self, gpu: Gpu) -> None:
         await self._manager.tear_down(gpu)
 
-    async def at_work(self, gpu: Gpu, *, surely: bool) -> bool:
+    async def at_work(self, gpu: Gpu, *, surely: bool) -> bool | None:
         return await self._manager.at_work(gpu.uuid, surely=surely)
 
     def unclaimable(self) -> str:

@@ -176,6 +176,11 @@ class DaemonTable:
         found = (each.server for each in self.daemons if each.pipe == pipe and each.server)
         return tuple(each for each in found if each.pid in self._alive)
 
+    def peers_of(self, pid: int) -> frozenset[int]:
+        """See `connections.peers_of`, of a server."""
+        mine = (each for each in self.daemons if each.server and each.server.pid == pid)
+        return frozenset(client for each in mine for client in each.clients)
+
     def daemon_of(self, folders: Directories) -> Process | None:
         """See `processes.daemon_of`."""
         return min(self.genuine(folders.pipe), key=lambda each: each.pid, default=None)
@@ -259,7 +264,7 @@ def install(table: DaemonTable) -> None:
         probing: {"os": SimpleNamespace(pidfd_open=table.pidfd_open, close=os.close)},
         # Its processes are made up: what has their PIDs on this machine is not to be looked at.
         connections: {
-            "peers_of": lambda _pid: frozenset(),
+            "peers_of": table.peers_of,
             "SilentPeers": lambda _pipe: SimpleNamespace(look=lambda _: PeersSeen((), None)),
         },
         shared_memory: {

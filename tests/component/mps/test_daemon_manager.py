@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,8 @@ import pytest
 from agent.kit.tasks import Cell
 from agent.model.gpu import Driver, Gpu
 from agent.model.modes import Assignment, GpuMode, Mode, Offering
+from agent.mps import connections, processes
 from agent.mps import daemon_manager as fleet_module
-from agent.mps import processes
 from agent.mps.binary import Program, find
 from agent.mps.control_commands import environment
 from agent.mps.daemon import Daemon
@@ -242,25 +243,35 @@ async def test_who_is_at_work_by_a_server_is_seen_also_where_that_outlived_its_d
     newest: Program, run_folder: Path, stand_in_server: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nobody names the pods the switcher takes such a GPU over, and a set-up that fails leaves all."""
-    client, one = os.getpid(), gpu(0)
-    modes = Modes(clients=frozenset({client}))
+    modes, one, clients = Modes(), gpu(0), {os.getpid()}
+
+    def peers(_: int) -> frozenset[int]:
+        if not clients:
+            raise PermissionError("pidfd_getfd")
+        return frozenset(clients)
+
     first = manager_of(run_folder, newest, modes)
     async with running(first):
-        monkeypatch.setattr(processes, "in_pods", lambda pids: client in pids)
-        assert not await first.at_work(one.uuid, surely=False)
+        monkeypatch.setattr(connections, "peers_of", peers)
+        monkeypatch.setattr(processes, "in_pods", lambda pids: os.getpid() in pids)
+        assert await first.at_work(one.uuid, surely=False) is False
         await first.set_up(one)
         daemon, pid = first.daemon(one.uuid), first.status(one.uuid).pid
         assert daemon
         assert pid
-        assert not await first.at_work(one.uuid, surely=False)  # it has no server
+        assert await first.at_work(one.uuid, surely=False) is False  # it has no server
         await daemon.control.start_server()
         server = await one_server(daemon)
-        assert await first.at_work(one.uuid, surely=True)
-        for modes.clients in (frozenset({1}), frozenset[int](), None):  # a monitor; a driver that never says
-            assert not await first.at_work(one.uuid, surely=False)
-        modes.away = True
-        assert not await first.at_work(one.uuid, surely=False)
-        modes.away = False
+        assert await first.at_work(one.uuid, surely=True) is True
+        clients.clear()
+        assert await first.at_work(one.uuid, surely=False) is None
+        clients.add(1)  # a process of the host
+        assert await first.at_work(one.uuid, surely=False) is False
+        held, identify = threading.Event(), processes.identify
+        monkeypatch.setattr(processes, "identify", lambda pid: identify(pid) if held.wait(20) else None)
+        with anyio.fail_after(10):
+            assert await first.at_work(one.uuid, surely=False) is None
+        held.set()
     os.kill(pid, signal.SIGKILL)
     pipe = await anyio.Path(daemon.folders.pipe).stat()
     second = manager_of(run_folder, newest, modes, seconds=1.0)

@@ -103,6 +103,7 @@ class Daemon(Wing):
         self.version = 1  # of the program
         self.problem = ""  # why no GPU can be offered in it
         self.used: set[str] = set()  # GPUs with somebody at work
+        self.sees = True  # whether there is
         self.asked: Callable[[], None] = lambda: None  # called when it is asked about that
 
     @classmethod
@@ -127,11 +128,11 @@ class Daemon(Wing):
         self.log.append(f"down {gpu.index}")
         self.up.discard(gpu.uuid)
 
-    async def at_work(self, gpu: Gpu, *, surely: bool) -> bool:
+    async def at_work(self, gpu: Gpu, *, surely: bool) -> bool | None:
         del surely
         self.asked()
         await anyio.lowlevel.checkpoint()
-        return gpu.uuid in self.used
+        return gpu.uuid in self.used if self.sees else None
 
     def depends_on(self) -> object:
         return self.version

@@ -7,7 +7,7 @@ from agent.model.holding import GpuHolder, Holding, Source
 from agent.model.modes import GpuMode, Mode
 from agent.modes.planner import Phase, taken_over
 from agent.modes.switcher import NAMELESS
-from tests.unit.modes.nodes import Daemon, gpu, switching
+from tests.unit.modes.nodes import Daemon, Kubelet, gpu, switching
 
 PLAIN = Holding("default", "runs", "main", "nvidia.com/gpu", ("GPU-1",))
 SHARE = Holding("default", "runs", "main", "tencent.com/vcuda-core", ("GPU-1::c0",))
@@ -97,3 +97,28 @@ async def test_what_is_in_use_by_nobody_that_is_named_is_offered_as_it_is_wanted
     async with switching(gpu(0), wings={Mode.MPS: daemon}, first=Mode.MPS) as node:
         await node.reach("mps")
         assert daemon.log == ["up 0"]
+
+
+@pytest.mark.parametrize("sees", [False, True])
+async def test_one_that_is_named_from_the_first_says_nothing_of_others_at_work(*, sees: bool) -> None:
+    """A kubelet without its records names those that it has admitted since; and a look may fail."""
+    daemon, kubelet = Daemon(), Kubelet()
+    daemon.used.add(gpu(0).uuid)
+    kubelet.hold("named", "nvidia.com/mps-core", f"{gpu(0).uuid}::sc3")
+    async with switching(gpu(0), wings={Mode.MPS: daemon}, kubelet=kubelet, first=Mode.PGPU) as node:
+        await node.reach("mps-")
+        daemon.sees = sees
+        kubelet.end("named")
+        await anyio.sleep(0.6)  # a look
+        assert (node.modes(), daemon.log) == (["mps-"], ["up 0"])
+        daemon.sees = True
+        daemon.used.clear()
+        await node.reach("pgpu")
+
+
+async def test_a_gpu_of_which_nobody_can_say_whether_it_is_used_is_as_free_as_the_record_says() -> None:
+    daemon = Daemon()
+    daemon.used.add(gpu(0).uuid)
+    daemon.sees = False
+    async with switching(gpu(0), wings={Mode.MPS: daemon}, first=Mode.PGPU) as node:
+        await node.reach("pgpu")
