@@ -199,10 +199,13 @@ async def test_a_pod_whose_name_nobody_knows_keeps_both_members() -> None:
     assert index(kubelet, ("default", "next")) == [1]
 
 
-async def test_what_a_pod_has_that_was_read_within_the_call_is_its_own_though_it_had_no_name() -> None:
-    """A kubelet that was ended in mid-admission goes on behind the init container, and the watch is mute."""
-    kubelet = KubeletModel(gpus=1, blocks=40)
-    begun = pod("begun", share("init", 60, 6, Stage.INIT), share("main", 40, 6))
+async def admitted_up_to_init(
+    kubelet: KubeletModel, begun: Pod
+) -> tuple[dict[tuple[str, str], frozenset[str]], dict[PairMember, frozenset[str]]]:
+    """An agent that begins, with a mute watch, before a pod's main container has what its init container had.
+
+    Answers what the kubelet has of the pod, and what it will ask for.
+    """
     await kubelet.admit(begun)
     held = kubelet.taken_up[begun.key].held
     units = {member: held.pop(("main", resource_of(VGPU, member))) for member in reversed(PairMember)}
@@ -210,6 +213,14 @@ async def test_what_a_pod_has_that_was_read_within_the_call_is_its_own_though_it
     kubelet.start_agent()
     kubelet.heard, kubelet.cached = {begun.key}, False
     kubelet._view = View  # type: ignore[method-assign]
+    return held, units
+
+
+async def test_what_a_pod_has_that_was_read_within_the_call_is_its_own_though_it_had_no_name() -> None:
+    """A kubelet that was ended in mid-admission goes on behind the init container, and the watch is mute."""
+    kubelet = KubeletModel(gpus=1, blocks=40)
+    begun = pod("begun", share("init", 60, 6, Stage.INIT), share("main", 40, 6))
+    held, units = await admitted_up_to_init(kubelet, begun)
     for member, ids in units.items():
         assert (await kubelet.pairing.allocate(member, tuple(ids))).container == "main"
         held["main", resource_of(VGPU, member)] = ids
@@ -222,13 +233,9 @@ async def test_a_main_container_that_is_listed_ends_no_init_container_of_its_siz
     """
     kubelet = KubeletModel(gpus=1, blocks=40)
     begun = pod("begun", share("init", 40, 6, Stage.INIT), share("main", 40, 6))
-    await kubelet.admit(begun)
-    held = kubelet.taken_up[begun.key].held
-    units = {member: held.pop(("main", resource_of(VGPU, member))) for member in reversed(PairMember)}
-    kubelet.api[begun.key] = begun
-    kubelet.start_agent()
-    kubelet.heard, kubelet.cached, file = {begun.key}, False, kubelet.checkpoint()
-    kubelet._view, kubelet.checkpoint = View, lambda: file  # type: ignore[method-assign]
+    held, units = await admitted_up_to_init(kubelet, begun)
+    file = kubelet.checkpoint()
+    kubelet.checkpoint = lambda: file  # type: ignore[method-assign]
     for member, ids in units.items():
         assert (await kubelet.pairing.allocate(member, tuple(ids))).container == "main"
         held["main", resource_of(VGPU, member)] = ids
